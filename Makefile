@@ -1,0 +1,56 @@
+# Every target makes .venv on first use and reuses it after; see .ci/setup-env.
+#   make demo     the shipped model answers its prompts, with its experts paged
+#   make test     all tests          make test PYTEST_ARGS="tests/unit -k pages"
+#   make lint     formatters and types, as the gate runs them
+#   make format   lets the formatters rewrite what they can
+#   make bench    the schedules compared
+#   make PYTHON=python3.12 ...       builds .venv from another interpreter
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --json build/bench/pipeline.json
+CPP_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp')
+
+DEMO_ARGS ?=
+DEMO = $(BIN)/vllm-moe-lightning run --model examples/tiny-shakespeare-moe --prompts examples/prompts.txt \
+	--report build/demo/report.json $(DEMO_ARGS)
+
+# Nothing here needs a hub or reports home.
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help:
+	@sed -n '2,7s/^# *//p' Makefile
+
+setup:
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' bash .ci/setup-env
+
+demo: setup
+	@mkdir -p build/demo
+	@$(DEMO)
+
+test: setup
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP_SOURCES)
+
+bench: setup
+	@mkdir -p build/bench
+	@$(BIN)/python benchmarks/pipeline.py $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist

@@ -1,0 +1,80 @@
+// Attention in plain C++, one lane: runs anywhere, slow, and runs only when it is asked for by name. The place to read
+// what the vector operations mean.
+#include <math.h>
+#include <string.h>
+
+#include "attention_kernel.h"
+
+namespace mol::scalar {
+
+uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+struct Vec {
+  using V = float;
+  static constexpr int kLanes = 1;
+  static constexpr int kMaxRows = 1;
+
+  static V set(float x) { return x; }
+  static V fma(V a, V b, V c) { return a * b + c; }
+  static V add(V a, V b) { return a + b; }
+  static V sub(V a, V b) { return a - b; }
+  static V mul(V a, V b) { return a * b; }
+  static V div(V a, V b) { return a / b; }
+  static V max(V a, V b) { return a > b ? a : b; }  // b if either is NaN, as the x86 instruction has it
+  static V abs(V a) { return fabsf(a); }
+  static V copy_sign(V magnitude, V sign) { return copysignf(magnitude, sign); }
+  static V round(V a) { return nearbyintf(a); }
+  static V times_power_of_two(V a, V n) {  // n >= -126, else zero_if_less drops the result; NaN times anything is NaN
+    return a * float_of(n >= -126.0f ? static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23 : 0);
+  }
+  static V zero_if_less(V x, V limit, V a) { return x < limit ? 0.0f : a; }
+
+  static V load(const float* p) { return *p; }
+  static V load(const BFloat16* p) { return float_of(static_cast<uint32_t>(p->bits) << 16); }
+  static V load(const Float16* p) {
+    const uint32_t sign = (p->bits & 0x8000u) << 16, magnitude = p->bits & 0x7fffu;
+    if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);  // infinity, NaN
+    return copysignf(float_of(magnitude << 13) * 0x1p112f, float_of(sign));  // 2^(127 - 15): subnormals come out right
+  }
+
+  static void store(float* p, V a) { *p = a; }
+  // To bfloat16, nearest even; any NaN becomes the quiet one.
+  static void store(BFloat16* p, V a) {
+    const uint32_t bits = bits_of(a);
+    p->bits = a != a ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+  static void store(Float16* p, V a) {
+    const uint32_t sign = bits_of(a) >> 16 & 0x8000, magnitude = bits_of(a) & 0x7fffffff;
+    uint32_t bits;
+    if (magnitude > 0x7f800000) {
+      bits = 0x7e00;  // NaN
+    } else if (magnitude >= 0x477ff000) {
+      bits = 0x7c00;  // 65520 and more round to infinity
+    } else if (magnitude < 0x38800000) {
+      bits = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;  // subnormal: the sum's last bit is worth 2^-24
+    } else {
+      bits = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+    }
+    p->bits = static_cast<uint16_t>(sign | bits);
+  }
+
+  static float first(V a) { return a; }
+  static float reduce_sum(V a) { return a; }
+  static float reduce_max(V a) { return a; }
+  static void store_sums(float* p, const V (&sums)[4]) {
+    for (int k = 0; k < 4; ++k) p[k] = sums[k];
+  }
+};
+
+}  // namespace mol::scalar
+
+mol::AttendTile mol::attend_tile_scalar(int32_t dtype) { return tile_kernel_for<scalar::Vec>(dtype); }

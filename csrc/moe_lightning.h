@@ -1,0 +1,125 @@
+// The whole C ABI of libmoe_lightning_cpu: plain C types only, no torch and no Python headers, loaded by ctypes.
+// Two nouns live behind it: streams (FIFO queues of copies and calls, each with a thread of its own) and
+// attention over the paged host KV cache. Every function may be called without the GIL.
+#pragma once
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MOL_API __attribute__((visibility("default")))
+
+// Raised whenever a signature or struct below changes; the Python side refuses another value.
+#define MOL_ABI_VERSION 1
+MOL_API int32_t mol_abi_version(void);
+// Hash of the csrc sources that this library was built from; a stale build fails loudly.
+MOL_API const char* mol_source_hash(void);
+
+// ---------------------------------------------------------------- streams
+typedef struct mol_stream mol_stream;
+
+// When an operation may run.
+enum {
+  MOL_TIMING_EAGER = 0,   // as soon as everything before it in its stream is done
+  MOL_TIMING_LAZY = 1,    // only once somebody waits for it (the host, or a wait that another stream executes)
+  MOL_TIMING_JITTER = 2,  // after a random delay of 0..jitter_max_s, reproducible from the seed
+};
+
+// One finished operation. Times are CLOCK_MONOTONIC nanoseconds, comparable with Python's time.monotonic_ns().
+typedef struct {
+  int64_t tag;       // the caller's, given at submission
+  int64_t start_ns;  // when it began to run (waits for other streams are not part of it)
+  int64_t end_ns;
+  int64_t num_bytes;  // bytes of a copy, 0 for calls
+} mol_record;
+
+// Totals since creation.
+typedef struct {
+  int64_t busy_ns;     // time in copies and calls, pacing included, waits and jitter excluded
+  int64_t num_bytes;   // bytes copied
+  int64_t num_copies;
+  int64_t num_calls;
+} mol_stream_totals;
+
+// bandwidth_bytes_per_s 0: unpaced. A paced copy takes latency_s + bytes / bandwidth, by sleeping after the memcpy.
+MOL_API mol_stream* mol_stream_create(const char* name, double bandwidth_bytes_per_s, double latency_s,
+                                      int32_t timing, uint64_t seed, double jitter_max_s);
+// Runs out the queue of operations that can still run, joins the thread, frees.
+MOL_API void mol_stream_destroy(mol_stream* stream);
+
+// Each submission returns the operation's sequence number (1, 2, 3, ... per stream) and never blocks. "The stream
+// has completed seq" is what an event means: an event is the pair (stream, seq).
+// One copy operation of num_segments pieces (scatter/gather), paced and recorded as one.
+MOL_API int64_t mol_stream_copy(mol_stream* stream, int64_t num_segments, void* const* dst, const void* const* src,
+                                const int64_t* num_bytes, int64_t tag);
+MOL_API int64_t mol_stream_fill(mol_stream* stream, void* dst, int32_t byte, int64_t num_bytes);
+// function(argument) runs on the stream's thread; non-zero means failure, see mol_stream_synchronize.
+MOL_API int64_t mol_stream_call(mol_stream* stream, int32_t (*function)(const void*), const void* argument, int64_t tag);
+MOL_API int64_t mol_stream_wait(mol_stream* stream, mol_stream* other, int64_t seq);
+
+// Blocks until the stream has completed seq. Returns 0, or the code of the first failed call of this stream since
+// the last report (the stream goes on after a failed call; the code is reported once).
+MOL_API int32_t mol_stream_synchronize(mol_stream* stream, int64_t seq);
+MOL_API int64_t mol_stream_submitted(mol_stream* stream);
+MOL_API int64_t mol_stream_completed(mol_stream* stream);
+MOL_API void mol_stream_get_totals(mol_stream* stream, mol_stream_totals* totals);
+// Recording is off at first (capacity 0). The ring keeps the newest `capacity` records.
+MOL_API void mol_stream_set_recording(mol_stream* stream, int64_t capacity);
+// Moves up to `capacity` oldest records out; returns how many.
+MOL_API int64_t mol_stream_drain_records(mol_stream* stream, mol_record* records, int64_t capacity);
+// Which CPUs the stream's thread may run on (new threads inherit the caller's mask, which may be a single core).
+MOL_API int32_t mol_stream_set_affinity(mol_stream* stream, const int32_t* cpus, int32_t num_cpus);
+
+// ---------------------------------------------------------------- attention
+enum { MOL_FLOAT32 = 0, MOL_BFLOAT16 = 1, MOL_FLOAT16 = 2 };
+enum { MOL_ISA_AUTO = 0, MOL_ISA_SCALAR = 1, MOL_ISA_AVX2 = 2, MOL_ISA_AVX512 = 3 };
+enum {
+  MOL_OK = 0,
+  MOL_ERROR_BAD_ARGUMENT = 1,
+  MOL_ERROR_UNSUPPORTED_ISA = 2,
+  MOL_ERROR_OUT_OF_MEMORY = 3,
+  MOL_ERROR_INJECTED = 99,  // tests only
+};
+
+typedef struct mol_pool mol_pool;
+// A thread pool for attention: the thread that calls mol_attention works too, so num_threads 1 makes no thread.
+MOL_API mol_pool* mol_pool_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
+MOL_API void mol_pool_destroy(mol_pool* pool);
+
+// One task: append the new keys and values to the cache, then attend. Shapes in comments; strides in elements.
+// T tokens of S sequences; Hq query heads, Hk key/value heads, D head_dim, B block_size.
+typedef struct {
+  const void* query;   // [T, Hq, D]
+  const void* key;     // [T, Hk, D]
+  const void* value;   // [T, Hk, D]
+  void* output;        // [T, Hq, D]
+  int64_t query_token_stride, key_token_stride, value_token_stride, output_token_stride;
+  void* kv_cache;            // [num_blocks, Hk, 2 (K, V), B, D], contiguous
+  int64_t num_blocks;        // block ids are checked against it
+  const int32_t* block_table;  // [S, block_table_stride]
+  int64_t block_table_stride;
+  const int32_t* query_start;  // [S + 1] first token of each sequence in the T tokens
+  const int32_t* seq_lens;     // [S] context length, the new tokens included
+  const int64_t* slot_mapping;  // [T] block * B + offset where the token's K and V go; negative: not written
+  const float* sinks;           // [Hq] extra logit per head without a value, or NULL
+  int32_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size;
+  int32_t dtype;           // of query, key, value, output and cache alike
+  int32_t isa;             // MOL_ISA_*
+  int32_t sliding_window;  // a query sees itself and the window-1 tokens before it; 0: no window
+  int32_t append;          // 0: the cache holds the new tokens already
+  int32_t attend;          // 0: append only
+  float scale;
+  float soft_cap;  // 0: none; else cap * tanh(logit / cap)
+  mol_pool* pool;  // NULL: the calling thread alone
+} mol_attention_task;
+
+// Causal: query token i of a sequence sees keys up to seq_len - query_len + i. Signature fits mol_stream_call.
+MOL_API int32_t mol_attention(const void* task);
+// The best ISA this CPU and OS can run (MOL_ISA_*), and whether one is compiled in and runnable.
+MOL_API int32_t mol_best_isa(void);
+MOL_API int32_t mol_isa_available(int32_t isa);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,46 @@
+// A thread pool for one kind of work: many small independent pieces handed out by an atomic counter, so that a core
+// taken by another process slows the job by its share and no more. What a piece is, its caller decides.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "moe_lightning.h"
+
+struct mol_pool {
+ public:
+  using Body = void (*)(void* context, int64_t piece);
+
+  // num_threads counts the caller of run(). Workers may run on any CPU of the list; empty: the creator's mask.
+  mol_pool(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
+  ~mol_pool();
+  mol_pool(const mol_pool&) = delete;
+  mol_pool& operator=(const mol_pool&) = delete;
+
+  // Calls body(context, piece) once for each piece in 0..num_pieces-1 and returns when all are done: a barrier.
+  // Two callers take turns.
+  void run(int64_t num_pieces, Body body, void* context);
+
+ private:
+  void work_loop();
+  void take_pieces();
+  void stop();
+
+  std::mutex run_mutex_;  // one run at a time
+
+  // The present run. A worker joins it under mutex_ and only while it is open, so one that wakes late finds it
+  // closed and goes back to sleep: nobody waits for a worker that had nothing left to do.
+  std::mutex mutex_;
+  std::condition_variable run_opened_, worker_left_;
+  bool is_open_ = false, is_stopping_ = false;
+  int32_t num_joined_ = 0;
+  Body body_ = nullptr;
+  void* context_ = nullptr;
+  int64_t num_pieces_ = 0;
+  std::atomic<int64_t> next_piece_{0};
+  std::atomic<uint64_t> epoch_{0};  // counts runs (and the stop), for workers that still spin
+  std::vector<std::thread> workers_;
+};

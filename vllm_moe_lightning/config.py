@@ -1,0 +1,102 @@
+"""The options under `additional_config["moe_lightning"]`: frozen, strict, parsed once at the edge.
+
+Decides names, types, ranges and defaults. What a value means is decided where it is used; `Policy` (policy/policy.py)
+is what the engine reads after the model's sizes are known.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+OPTIONS_KEY = "moe_lightning"
+
+ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
+CopyTiming = Literal["eager", "lazy", "jitter"]
+
+PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
+NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class DebugOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Switches of the emulated device that make races visible. For tests; every one of them costs speed."""
+
+    copy_timing: CopyTiming = "eager"
+    """`lazy`: an operation runs only when somebody waits for it. `jitter`: after a random delay."""
+    seed: NonNegativeInt = 0
+    jitter_max_ms: PositiveFloat = 2.0
+    poison: bool = False
+    """Fresh and released frames, staging buffers and KV blocks hold NaN bytes."""
+    check_hazards: bool = False
+    """Report every conflicting access that no event orders (device/hazards.py)."""
+    remove_wait: str | None = None
+    """Skip one kind of wait, named `waiter<-awaited`, for example `hidden_load<-attention`."""
+    fail_attention_at: PositiveInt | None = None
+    """The n-th attention task fails, to show that a failure unwinds cleanly."""
+
+
+class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the user may set. The defaults page every MoE layer through two slots."""
+
+    num_micro_batches: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    lookahead: PositiveInt = 2
+    """How many micro-batches the pre-attention work runs ahead of the post-attention work (2 in the paper)."""
+    schedule: ScheduleName = "cgopipe"
+    num_resident_layers: NonNegativeInt = 0
+    """MoE layers whose experts stay on the device, spread evenly over the depth."""
+    page_mib: PositiveFloat | None = None
+    """Size of one transfer. Default: a layer divided by the number of micro-batches, within 1..64 MiB."""
+    attention_threads: PositiveInt | None = None
+    """Threads of the CPU attention pool. Default: one fewer than the CPUs we may use, at least 1."""
+    device: Literal["auto", "emulated", "cuda"] = "auto"
+    device_memory_mib: PositiveFloat | None = None
+    """Memory budget of the emulated device (weights that stay, frames, staging). Default: no limit."""
+    h2d_gb_per_s: PositiveFloat | None = None
+    """Speed of the emulated link, host to device. Default: as fast as memcpy goes."""
+    d2h_gb_per_s: PositiveFloat | None = None
+    trace_file: str | None = None
+    """Where a chrome trace of the last sweeps is written when the engine stops or is asked for its statistics."""
+    trace_operations: PositiveInt = 20_000
+    debug: DebugOptions = msgspec.field(default_factory=DebugOptions)
+
+
+def parse_options(raw: object) -> MoeLightningConfig:
+    """Options as given by the user (a dict from JSON, or nothing) -> config.
+
+    Raises ValueError with the key, the value and the cure.
+    """
+    if raw is None:
+        raw = {}
+    if not isinstance(raw, dict):
+        raise ValueError(f"{OPTIONS_KEY}: options must be a JSON object, got {type(raw).__name__} {raw!r}")
+    _refuse_unknown(raw, MoeLightningConfig, OPTIONS_KEY)
+    if isinstance(raw.get("debug"), dict):
+        _refuse_unknown(raw["debug"], DebugOptions, f"{OPTIONS_KEY}.debug")
+    try:
+        return msgspec.convert(raw, MoeLightningConfig, strict=True)
+    except msgspec.ValidationError as error:
+        path = _path_of(error)
+        raise ValueError(
+            f"{OPTIONS_KEY}{path}: {error}; got {_value_at(raw, path)!r}; see README, 'Options'"
+        ) from error
+
+
+def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:
+    known = set(struct.__struct_fields__)
+    unknown = sorted(str(key) for key in raw if key not in known)
+    if unknown:
+        raise ValueError(f"{where}: unknown option(s) {unknown}; known are {sorted(known)}; see README, 'Options'")
+
+
+def _path_of(error: msgspec.ValidationError) -> str:
+    _, _, path = str(error).partition(" - at `$")
+    return path.rstrip("`")
+
+
+def _value_at(raw: dict[str, Any], path: str) -> object:
+    value: Any = raw
+    for key in filter(None, path.split(".")):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value

@@ -1,0 +1,160 @@
+"""A device made of threads, on any CPU: copies really are asynchronous and really copy.
+
+The launching thread is the compute stream; d2h, h2d and cpu are native streams. An optional link speed paces
+the copies by sleeping, a memory budget makes "does not fit" happen as on a GPU, and the test modes make a
+missing wait visible: `lazy` and `jitter` timing, `poison`, and the hazard checker.
+"""
+
+import mmap
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from vllm_moe_lightning.device.base import Buffer, Device, OperationRecord, StreamTotals
+from vllm_moe_lightning.device.emulated_streams import (
+    TIMINGS,
+    EmulatedComputeStream,
+    EmulatedCopyStream,
+    EmulatedHostTaskStream,
+    NativeStream,
+    Timing,
+)
+from vllm_moe_lightning.device.hazards import HazardChecker
+from vllm_moe_lightning.device.memory import MemoryBudget
+from vllm_moe_lightning.errors import DeviceTaskError
+
+POISON_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
+
+
+class EmulatedDevice(Device):
+    """See the module docstring.
+
+    h2d_bytes_per_s, d2h_bytes_per_s: link speed per direction, None: as fast as memcpy. A paced copy takes
+        link_latency_s + bytes / speed.
+    timing: "eager"; "lazy": an operation runs only once somebody waits for it; "jitter": each waits a random
+        0..jitter_max_s first, the same for the same seed.
+    poison: frames hold NaN bytes when fresh and when released.
+    check_hazards: conflicting operations without an event between them raise HazardError when submitted.
+    cpus: where the streams' threads may run; None: where the calling thread may.
+    """
+
+    kind = "emulated"
+
+    def __init__(
+        self,
+        memory_budget_bytes: int | None = None,
+        h2d_bytes_per_s: float | None = None,
+        d2h_bytes_per_s: float | None = None,
+        link_latency_s: float = 0.0,
+        timing: Timing = "eager",
+        seed: int = 0,
+        jitter_max_s: float = 0.002,
+        poison: bool = False,
+        check_hazards: bool = False,
+        cpus: Sequence[int] | None = None,
+    ) -> None:
+        if timing not in TIMINGS:
+            raise ValueError(f"timing must be one of {sorted(TIMINGS)}, got {timing!r}")
+        for option, value in (("h2d_bytes_per_s", h2d_bytes_per_s), ("d2h_bytes_per_s", d2h_bytes_per_s)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{option} must be positive, or None for an unpaced link; got {value}")
+        for option, value in (("link_latency_s", link_latency_s), ("jitter_max_s", jitter_max_s)):
+            if not value >= 0:
+                raise ValueError(f"{option} must not be negative, got {value}")
+        self.poison = poison
+        self._memory = MemoryBudget(memory_budget_bytes)
+        self._frames: dict[str, torch.Tensor] = {}
+        self._hazards = HazardChecker(("compute", "d2h", "h2d", "cpu")) if check_hazards else None
+
+        def link(name: str, bytes_per_s: float | None) -> EmulatedCopyStream:
+            return EmulatedCopyStream(
+                name,
+                self._hazards,
+                bandwidth_bytes_per_s=bytes_per_s or 0.0,
+                latency_s=link_latency_s,
+                timing=timing,
+                seed=seed,
+                jitter_max_s=jitter_max_s,
+                cpus=cpus,
+            )
+
+        self.cpu: EmulatedHostTaskStream = EmulatedHostTaskStream(
+            "cpu", self._hazards, timing=timing, seed=seed, jitter_max_s=jitter_max_s, cpus=cpus
+        )
+        self.d2h: EmulatedCopyStream = link("d2h", d2h_bytes_per_s)
+        self.h2d: EmulatedCopyStream = link("h2d", h2d_bytes_per_s)
+        self.compute: EmulatedComputeStream = EmulatedComputeStream(self.cpu, self._hazards)
+        self._native_streams: tuple[NativeStream, ...] = (self.d2h, self.h2d, self.cpu)
+        for stream in self._native_streams:
+            stream.tasks = self.cpu
+
+    def allocate(self, num_bytes: int, name: str) -> Buffer:
+        self._memory.take(num_bytes, name)
+        tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        if self.poison:
+            tensor.fill_(POISON_BYTE)
+        self._frames[name] = tensor
+        return Buffer(name, tensor)
+
+    def reserve(self, num_bytes: int, name: str) -> None:
+        self._memory.take(num_bytes, name)
+
+    def release(self, name: str) -> None:
+        self._memory.give_back(name)
+        frame = self._frames.pop(name, None)
+        if frame is not None and self.poison:
+            frame.fill_(POISON_BYTE)
+        if self._hazards is not None:
+            self._hazards.forget(name)
+
+    def allocate_host(self, num_bytes: int, name: str) -> Buffer:
+        if num_bytes < 0:
+            raise ValueError(f"{name}: cannot allocate {num_bytes} bytes")
+        if num_bytes == 0:
+            return Buffer(name, torch.empty(0, dtype=torch.uint8))
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return Buffer(name, torch.frombuffer(mapping, dtype=torch.uint8))
+
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        return self._memory.budget_bytes
+
+    @property
+    def memory_used_bytes(self) -> int:
+        return self._memory.used_bytes
+
+    def memory_report(self) -> str:
+        return self._memory.report()
+
+    def synchronize(self) -> None:
+        failure: DeviceTaskError | None = None
+        for stream in (*self._native_streams, self.compute):
+            try:
+                stream.synchronize()
+            except DeviceTaskError as error:  # after it too, all streams are idle
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def totals(self) -> dict[str, StreamTotals]:
+        totals = {stream.name: stream.totals() for stream in self._native_streams}
+        return {"compute": StreamTotals(self.compute.busy_s, 0, self.compute.num_spans), **totals}
+
+    def set_recording(self, capacity: int) -> None:
+        if capacity < 0:
+            raise ValueError(f"cannot keep {capacity} records")
+        self.compute.records = deque(self.compute.records, maxlen=capacity)
+        for stream in self._native_streams:
+            stream.set_recording(capacity)
+
+    def drain_records(self) -> list[OperationRecord]:
+        records = list(self.compute.records)
+        self.compute.records.clear()
+        for stream in self._native_streams:
+            records += stream.drain_records()
+        return sorted(records, key=lambda record: record.start_s)
+
+    def close(self) -> None:
+        for stream in self._native_streams:
+            stream.close()

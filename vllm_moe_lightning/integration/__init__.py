@@ -1,0 +1,1 @@
+"""The seams into vLLM. The only room that imports it."""

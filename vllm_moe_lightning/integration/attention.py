@@ -1,0 +1,226 @@
+"""Our attention backend: turns a layer's attention into a request and yields it to the executor.
+
+Owns the metadata (plain rows in host memory, so that a step can be cut into micro-batches) and the KV layout
+(kv_cache.py). Where and when the attention runs is the executor's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.kernels.attention import supported_head_dims
+from vllm_moe_lightning.kv_cache import HostKvCache
+from vllm_moe_lightning.pipeline.attention import AttentionOptions, AttentionRequest, AttentionRows
+from vllm_moe_lightning.pipeline.coroutine import yield_to_executor
+
+
+@dataclass(frozen=True)
+class HostAttentionMetadata:
+    """The rows of a step, or of one micro-batch, for the layers of one KV cache group."""
+
+    rows: AttentionRows
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    block_size: int
+
+    @property
+    def num_actual_tokens(self) -> int:
+        return self.rows.num_tokens
+
+    def select(self, rows: Sequence[int], tokens: torch.Tensor) -> HostAttentionMetadata:
+        """The metadata of some rows, whose tokens stand at the indices `tokens` of the step."""
+        index = torch.tensor(rows)
+        query_lens = tuple(self.query_lens[row] for row in rows)
+        return HostAttentionMetadata(
+            AttentionRows(
+                block_table=self.rows.block_table[index],
+                query_start=_starts(query_lens),
+                seq_lens=self.rows.seq_lens[index],
+                slot_mapping=self.rows.slot_mapping[tokens],
+            ),
+            query_lens,
+            tuple(self.seq_lens[row] for row in rows),
+            self.block_size,
+        )
+
+
+def _starts(query_lens: Sequence[int]) -> torch.Tensor:
+    starts = torch.zeros(len(query_lens) + 1, dtype=torch.int32)
+    starts[1:] = torch.tensor(query_lens, dtype=torch.int32).cumsum(0)
+    return starts
+
+
+class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadata]):
+    """Brings a step's rows to host memory: already there on the CPU build, one copy per step elsewhere."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._block_size: int = kv_cache_spec.block_size
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HostAttentionMetadata:
+        common = common_attn_metadata
+        if common.causal is not True:
+            raise UnsupportedError("moe_lightning supports causal attention only; run this model without --worker-cls")
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].to(torch.int32)
+        query_lens = tuple((starts[1:] - starts[:-1]).tolist())
+        # The runner reuses these buffers for the next step; ours may still be read then.
+        seq_lens = common.seq_lens[: common.num_reqs].to("cpu", torch.int32, copy=True)
+        return HostAttentionMetadata(
+            AttentionRows(
+                block_table=common.block_table_tensor[: common.num_reqs].to("cpu", torch.int32, copy=True),
+                query_start=starts,
+                seq_lens=seq_lens,
+                slot_mapping=common.slot_mapping[: int(starts[-1])].to("cpu", torch.int64, copy=True),
+            ),
+            query_lens,
+            tuple(seq_lens.tolist()),
+            self._block_size,
+        )
+
+
+class HostAttentionImpl(AttentionImpl[HostAttentionMetadata]):
+    """One attention layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        for value, what in (
+            (alibi_slopes, "ALiBi slopes"),
+            (kv_sharing_target_layer_name, "layers that share a KV cache"),
+            (None if attn_type == AttentionType.DECODER else attn_type, f"attention of type {attn_type}"),
+        ):
+            if value is not None:
+                raise UnsupportedError(f"moe_lightning does not support {what}; run this model without --worker-cls")
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.scale = float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window
+        self._options = AttentionOptions(
+            scale=self.scale,
+            sliding_window=sliding_window or 0,
+            soft_cap=logits_soft_cap or 0.0,
+            sinks=None if sinks is None else sinks.detach(),
+        )
+        self._cache: HostKvCache | None = None
+
+    def cache_over(self, layer: Any, kv_cache: torch.Tensor, block_size: int) -> HostKvCache:
+        """The layer's cache in our layout, made at first use (vLLM binds its memory after the model is built)."""
+        if self._cache is None or self._cache.blocks.data_ptr() != kv_cache.data_ptr():
+            self._cache = HostKvCache.over(layer.layer_name, kv_cache, self.num_kv_heads, block_size, self.head_size)
+        return self._cache
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: HostAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:  # a dummy run: no cache, nothing to attend to
+            return output.zero_()
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError("moe_lightning does not support quantised attention output")
+        yield_to_executor(
+            AttentionRequest(
+                query=query,
+                key=key,
+                value=value,
+                output=output,
+                cache=self.cache_over(layer, kv_cache, attn_metadata.block_size),
+                rows=attn_metadata.rows,
+                options=self._options_in_host_memory(),
+            )
+        )
+        output[attn_metadata.num_actual_tokens :].zero_()  # padding rows, which no attention wrote
+        return output
+
+    def _options_in_host_memory(self) -> AttentionOptions:
+        sinks = self._options.sinks
+        if sinks is None or (sinks.dtype == torch.float32 and sinks.device.type == "cpu"):
+            return self._options
+        self._options = AttentionOptions(
+            self._options.scale, self._options.sliding_window, self._options.soft_cap, sinks.to("cpu", torch.float32)
+        )
+        return self._options
+
+
+class HostAttentionBackend(AttentionBackend):
+    """Takes the place of CPU_ATTN on the CPU build."""
+
+    forward_includes_kv_cache_update = True  # appending K and V is part of the host task
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type[HostAttentionImpl]:
+        return HostAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[HostAttentionMetadataBuilder]:
+        return HostAttentionMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(supported_head_dims())
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)  # one contiguous piece of memory per layer, block by block
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+
+def register_host_attention() -> None:
+    """Before the model is built, in the process that builds it. Idempotent."""
+    register_backend(
+        AttentionBackendEnum.CPU_ATTN, f"{HostAttentionBackend.__module__}.{HostAttentionBackend.__qualname__}"
+    )

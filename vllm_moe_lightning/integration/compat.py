@@ -1,0 +1,141 @@
+"""The ledger: every name of vLLM that we touch, why, and when the entry can go.
+
+`missing_names` tries each against the installed vLLM; explicit use of the plugin fails with one sentence where one is
+gone. Nothing here runs unless the plugin was asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_moe_lightning.errors import UnsupportedError
+
+SUPPORTED_VERSIONS = ((0, 32), (0, 33))
+CHECKED_VERSIONS = "0.32.0 (run), 0.33.0 (read)"
+
+
+@dataclass(frozen=True)
+class TouchedName:
+    """`module:attribute.path`. kind: `use` calls it, `subclass` derives from it, `patch` replaces or writes it."""
+
+    symbol: str
+    kind: Literal["use", "subclass", "patch"]
+    reason: str
+    remove_when: str
+    parameters: tuple[str, ...] = ()
+    """Parameters that must exist, in this order, where we rely on them."""
+
+
+LEDGER: tuple[TouchedName, ...] = (
+    TouchedName(
+        "vllm.platforms.interface:Platform.apply_config_platform_defaults",
+        "patch",
+        "the one hook that runs while the configuration is still open, so that --worker-cls alone is enough; the "
+        "original runs first, and nothing else happens unless the plugin was asked for",
+        "vLLM lets a worker class amend the configuration",
+        ("vllm_config",),
+    ),
+    TouchedName(
+        "vllm.forward_context:_forward_context",
+        "patch",
+        "each micro-batch runs under its own forward context; the context manager cannot be held across a switch",
+        "vLLM offers a setter",
+    ),
+    TouchedName(
+        "vllm.forward_context:create_forward_context", "use", "one context per micro-batch", "never",
+        ("attn_metadata", "vllm_config", "dp_metadata"),
+    ),
+    TouchedName("vllm.forward_context:get_forward_context", "use", "the step's metadata", "never"),
+    TouchedName(
+        "vllm.v1.attention.backends.registry:register_backend", "use", "our attention backend takes CPU_ATTN's place",
+        "the CPU platform honours --attention-backend", ("backend", "class_path"),
+    ),
+    TouchedName("vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN", "use", "as above", "as above"),
+    TouchedName("vllm.v1.attention.backend:AttentionBackend", "subclass", "host attention", "never"),
+    TouchedName("vllm.v1.attention.backend:AttentionImpl", "subclass", "host attention", "never"),
+    TouchedName("vllm.v1.attention.backend:AttentionMetadataBuilder", "subclass", "host attention", "never"),
+    TouchedName("vllm.v1.attention.backend:CommonAttentionMetadata", "use", "rows of a step", "never"),
+    TouchedName(
+        "vllm.model_executor.layers.attention:Attention", "use",
+        "`use_direct_call` is set on instances: a greenlet cannot switch under a torch.ops frame",
+        "micro-batches run as threads under torch.compile",
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts", "subclass",
+        "expert parameters are made on the host, and every use of them is checked against the ring of slots", "never",
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts.forward_modular", "patch",
+        "overridden in our subclass", "never", ("self", "x", "topk_weights", "topk_ids"),
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts.forward_monolithic", "patch",
+        "overridden in our subclass", "never", ("self", "x", "router_logits"),
+    ),
+    TouchedName(
+        "vllm.model_executor.custom_op:op_registry_oot", "use", "register each class once per process", "never"
+    ),
+    TouchedName(
+        "vllm.model_executor.offloader.base:BaseOffloader", "subclass",
+        "tells us the decoder layers as they are made, and when the model is loaded", "never",
+    ),
+    TouchedName(
+        "vllm.model_executor.offloader.base:set_offloader", "use",
+        "the runner installs vLLM's own in its constructor; ours replaces it before the model is built",
+        "vLLM takes an offloader by name",
+    ),
+    TouchedName("vllm.v1.core.sched.scheduler:Scheduler", "subclass", "our scheduler", "never"),
+    TouchedName("vllm.v1.core.sched.async_scheduler:AsyncScheduler", "subclass", "our scheduler", "never"),
+    TouchedName("vllm.v1.worker.worker_base:WorkerBase.load_model", "patch", "overridden in our worker", "never"),
+    TouchedName(
+        "vllm.model_executor.models.dbrx:DbrxForCausalLM", "patch",
+        "checkpoint names of the experts moved under `routed_experts` (integration/dbrx.py)", "vllm#49004 is fixed",
+    ),
+)
+
+
+def require_supported_version() -> None:
+    """Raises UnsupportedError, one sentence, for a vLLM that this package was not checked with."""
+    import vllm
+
+    release = tuple(int(part) for part in vllm.__version__.split("+")[0].split(".")[:2] if part.isdigit())
+    if release not in SUPPORTED_VERSIONS:
+        supported = ", ".join(".".join(map(str, version)) for version in SUPPORTED_VERSIONS)
+        raise UnsupportedError(
+            f"vllm_moe_lightning works with vLLM {supported}.x, found {vllm.__version__}; install one of these, or "
+            "drop --worker-cls to run stock vLLM"
+        )
+
+
+def missing_names(ledger: tuple[TouchedName, ...] = LEDGER) -> list[str]:
+    """Symbols of the ledger that the installed vLLM does not have, or has with other parameters."""
+    return [entry.symbol for entry in ledger if not _is_there(entry)]
+
+
+def require_ledger() -> None:
+    """Raises UnsupportedError if the installed vLLM moved a name that we touch."""
+    require_supported_version()
+    if missing := missing_names():
+        import vllm
+
+        raise UnsupportedError(
+            f"vllm_moe_lightning cannot run on vLLM {vllm.__version__}: {missing} changed (checked with "
+            f"{CHECKED_VERSIONS}); upgrade vllm-moe-lightning, or drop --worker-cls to run stock vLLM"
+        )
+
+
+def _is_there(entry: TouchedName) -> bool:
+    module_name, _, path = entry.symbol.partition(":")
+    try:
+        value: object = importlib.import_module(module_name)
+        for part in path.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError):
+        return False
+    if not entry.parameters:
+        return True
+    names = [name for name in inspect.signature(value).parameters if name in entry.parameters]  # type: ignore[arg-type]
+    return names == list(entry.parameters)

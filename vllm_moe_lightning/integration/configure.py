@@ -1,0 +1,112 @@
+"""Completes a vLLM configuration that asks for us, and refuses what does not go together with us.
+
+Runs in the front end while the configuration is still open, before any weight is read. Every refusal is one sentence
+that names the flag to drop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_options
+from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.integration.compat import require_ledger
+from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
+
+logger = init_logger("vllm.vllm_moe_lightning.configure")
+
+PLAIN_KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
+
+
+def options_of(vllm_config: Any) -> MoeLightningConfig:
+    """Our options inside a vLLM configuration. Raises ValueError for a bad one."""
+    additional = vllm_config.additional_config
+    return parse_options(additional.get(OPTIONS_KEY) if isinstance(additional, dict) else None)
+
+
+def configure(vllm_config: Any) -> None:
+    """Amend `vllm_config` in place: worker and scheduler class, eager mode."""
+    require_ledger()
+    options = options_of(vllm_config)
+    _refuse_conflicts(vllm_config)
+    _refuse_device(options)
+
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls not in ("auto", WORKER_CLS):
+        raise UnsupportedError(
+            f"--worker-cls {parallel.worker_cls} together with additional_config[{OPTIONS_KEY!r}]; "
+            f"use --worker-cls {WORKER_CLS}, or drop the options"
+        )
+    parallel.worker_cls = WORKER_CLS
+
+    asynchronous = bool(vllm_config.scheduler_config.async_scheduling) and not current_platform.is_cpu()
+    scheduler_cls = f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
+    given = vllm_config.scheduler_config.scheduler_cls
+    if given not in (None, scheduler_cls):
+        raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
+    vllm_config.scheduler_config.scheduler_cls = scheduler_cls
+
+    if not vllm_config.model_config.enforce_eager:
+        logger.info("moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)")
+        vllm_config.model_config.enforce_eager = True
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
+def _refuse_device(options: MoeLightningConfig) -> None:
+    wanted = options.device
+    if current_platform.is_cpu():
+        if wanted == "cuda":
+            raise UnsupportedError("moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option")
+        return
+    raise UnsupportedError(
+        f"moe_lightning runs on vLLM's CPU build so far (device 'emulated'); the device for {current_platform.device_name!r}"
+        " is not finished; drop --worker-cls to run stock vLLM"
+    )
+
+
+def _refuse_conflicts(vllm_config: Any) -> None:
+    for condition, what, cure in _conflicts(vllm_config):
+        if condition:
+            raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
+
+
+def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
+    """(refused, what, cure) for each feature outside the first version."""
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    offload = vllm_config.offload_config
+    return [
+        (
+            offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
+            "vLLM's own weight offloading at the same time",
+            "drop --cpu-offload-gb and --offload-*",
+        ),
+        (not model.is_moe, f"{model.architectures}: it has no experts to page", "drop --worker-cls"),
+        (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
+        (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),
+        (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "drop --pipeline-parallel-size"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "drop --decode-context-parallel-size"),
+        (
+            getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+            "prefill context parallelism",
+            "drop --prefill-context-parallel-size",
+        ),
+        (parallel.data_parallel_size > 1, "data parallelism inside one engine", "start one engine per replica"),
+        (parallel.enable_expert_parallel, "expert parallelism", "drop --enable-expert-parallel"),
+        (parallel.enable_eplb, "expert load balancing", "drop --enable-eplb"),
+        (parallel.enable_dbo, "dual batch overlap", "drop --enable-dbo"),
+        (vllm_config.kv_transfer_config is not None, "KV connectors", "drop --kv-transfer-config"),
+        (model.use_mla, "multi-head latent attention", "run this model without --worker-cls"),
+        (model.is_encoder_decoder, "encoder-decoder models", "run this model without --worker-cls"),
+        (model.is_multimodal_model, "multimodal models", "run this model without --worker-cls"),
+        (model.is_hybrid or model.is_attention_free, "models with state-space layers", "run without --worker-cls"),
+        (
+            cache.cache_dtype not in PLAIN_KV_DTYPES,
+            f"a KV cache of type {cache.cache_dtype}",
+            "drop --kv-cache-dtype",
+        ),
+    ]

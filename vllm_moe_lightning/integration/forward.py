@@ -1,0 +1,144 @@
+"""The seam for micro-batches: stands in for the top-level model's `forward`, for both of vLLM's model runners.
+
+Cuts a step into micro-batches, lets the executor run the unmodified forward once for each, and puts the hidden states
+back in the step's order. Everything after (logits, sampling, bookkeeping) sees one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm import forward_context as forward_context_module
+from vllm.forward_context import create_forward_context, get_forward_context
+
+from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.integration.attention import HostAttentionMetadata
+from vllm_moe_lightning.pipeline.batching import balanced_micro_batches, reads_blocks_written_in_this_step
+from vllm_moe_lightning.pipeline.executor import MicroBatch, PipelineExecutor
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A micro-batch: which tokens of the step it computes (None: all, in order), and under which context."""
+
+    tokens: torch.Tensor | None
+    context: Any
+    metadata: HostAttentionMetadata | None
+
+
+class PipelinedForward:
+    """Callable in place of `model.forward`."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, executor: PipelineExecutor) -> None:
+        self._forward = model.forward
+        self._vllm_config = vllm_config
+        self._executor = executor
+        model.forward = self  # an instance attribute: the class stays as it is
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """input_ids, positions: [T]; T may exceed the tokens of the step (padding). Returns hidden states [T, hidden]."""
+        if intermediate_tensors is not None:
+            raise UnsupportedError("moe_lightning does not support pipeline parallelism; drop --pipeline-parallel-size")
+        outer = get_forward_context()
+        metadata = outer.attn_metadata
+        is_dummy = not (isinstance(metadata, dict) and metadata)
+        shares = [_Share(None, outer, None)] if is_dummy else self._split(outer, metadata, positions)
+
+        def body_of(share: _Share) -> Callable[[], torch.Tensor]:
+            def body() -> torch.Tensor:
+                def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+                    return tensor if tensor is None or share.tokens is None else tensor[share.tokens]
+
+                hidden = self._forward(part(input_ids), part(positions), None, part(inputs_embeds), **kwargs)
+                if not isinstance(hidden, torch.Tensor):
+                    raise UnsupportedError(f"the model's forward returned {type(hidden).__name__}, not hidden states")
+                return hidden
+
+            return body
+
+        def enter(share: _Share) -> Callable[[], None]:
+            def set_context() -> None:
+                forward_context_module._forward_context = share.context
+
+            return set_context
+
+        micro_batches = [
+            MicroBatch(
+                body=body_of(share), enter=enter(share), rows=share.metadata.rows if share.metadata else None
+            )
+            for share in shares
+        ]
+        try:
+            results = self._executor.run_sweep(micro_batches, with_attention=not is_dummy)
+        finally:
+            forward_context_module._forward_context = outer
+        if shares[0].tokens is None:
+            return results[0]
+        num_tokens = positions.shape[-1]
+        hidden = results[0].new_zeros((num_tokens, results[0].shape[-1]))
+        for share, result in zip(shares, results, strict=True):
+            hidden[share.tokens] = result
+        return hidden
+
+    def _split(self, outer: Any, metadata: dict[str, HostAttentionMetadata], positions: torch.Tensor) -> list[_Share]:
+        first = next(iter(metadata.values()))
+        counters = self._executor.counters
+        occupied = [row for row, tokens in enumerate(first.query_lens) if tokens > 0]
+        query_lens = [first.query_lens[row] for row in occupied]
+        seq_lens = [first.seq_lens[row] for row in occupied]
+        count = self._executor.policy.num_micro_batches
+        if count > 1 and self._has_same_step_prefix_hit(metadata):
+            count = 1
+            counters.single_micro_batch_steps += 1
+        groups = [[occupied[i] for i in rows] for rows in balanced_micro_batches(query_lens, seq_lens, count)]
+        counters.rows += len(occupied)
+        counters.tokens += sum(query_lens)
+        counters.steps[f"{_kind(query_lens, seq_lens)} x{len(groups)}"] += 1
+        if len(groups) == 1:
+            return [_Share(None, outer, first)]
+        distinct = {id(entry): entry for entry in metadata.values()}  # one per KV cache group
+        shares = []
+        for rows in groups:
+            tokens = _tokens_of(first, rows)
+            selected = {key: entry.select(rows, tokens) for key, entry in distinct.items()}
+            by_layer = {name: selected[id(entry)] for name, entry in metadata.items()}
+            context = create_forward_context(
+                by_layer,
+                self._vllm_config,
+                dp_metadata=outer.dp_metadata,
+                slot_mapping={name: entry.rows.slot_mapping for name, entry in by_layer.items()},
+                additional_kwargs=outer.additional_kwargs,
+            )
+            shares.append(_Share(tokens, context, next(iter(by_layer.values()))))
+        return shares
+
+    @staticmethod
+    def _has_same_step_prefix_hit(metadata: dict[str, HostAttentionMetadata]) -> bool:
+        return any(
+            reads_blocks_written_in_this_step(
+                entry.query_lens, entry.seq_lens, entry.rows.block_table.tolist(), entry.block_size
+            )
+            for entry in {id(entry): entry for entry in metadata.values()}.values()
+            if max(entry.query_lens) > 1
+        )
+
+
+def _tokens_of(metadata: HostAttentionMetadata, rows: list[int]) -> torch.Tensor:
+    starts = metadata.rows.query_start.tolist()
+    return torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows])
+
+
+def _kind(query_lens: list[int], seq_lens: list[int]) -> str:
+    """`decode`, `prefill` or `mixed`. A prompt of one token counts as prefill."""
+    decoding = [query == 1 and seq > 1 for query, seq in zip(query_lens, seq_lens, strict=True)]
+    return "decode" if all(decoding) else "mixed" if any(decoding) else "prefill"

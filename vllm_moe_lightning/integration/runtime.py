@@ -1,0 +1,176 @@
+"""Puts the engine together inside a vLLM worker: device, store, attention, executor; and reports what it did."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_moe_lightning.config import MoeLightningConfig
+from vllm_moe_lightning.device.base import Device
+from vllm_moe_lightning.device.emulated import EmulatedDevice
+from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.integration.attention import HostAttentionImpl
+from vllm_moe_lightning.integration.forward import PipelinedForward
+from vllm_moe_lightning.integration.offloader import expert_layers, paged_modules
+from vllm_moe_lightning.kernels.attention import AttentionPool
+from vllm_moe_lightning.kv_cache import HostKvCache
+from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
+from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
+from vllm_moe_lightning.pipeline.executor import PipelineExecutor
+from vllm_moe_lightning.pipeline.host_attention import HostAttention
+from vllm_moe_lightning.pipeline.report import RunReport
+from vllm_moe_lightning.pipeline.trace import write_chrome_trace
+from vllm_moe_lightning.policy.policy import MIB, fixed_policy
+from vllm_moe_lightning.weights.store import ExpertLayer, PagedWeightStore
+
+logger = init_logger("vllm.vllm_moe_lightning.runtime")
+
+CHANGEABLE_WHILE_RUNNING = ("num_micro_batches", "lookahead", "schedule")
+
+
+def usable_cpus() -> list[int]:
+    """CPUs for our threads. vLLM binds the worker's main thread to one core, and new threads inherit that mask; the
+    process that started the worker was not bound."""
+    own = os.sched_getaffinity(0)
+    try:
+        parent = os.sched_getaffinity(os.getppid())
+    except ProcessLookupError:
+        parent = own
+    return sorted(max(own, parent, key=len))
+
+
+def make_device(options: MoeLightningConfig) -> Device:
+    debug, budget = options.debug, options.device_memory_mib
+    return EmulatedDevice(
+        memory_budget_bytes=None if budget is None else int(budget * MIB),
+        h2d_bytes_per_s=None if options.h2d_gb_per_s is None else options.h2d_gb_per_s * 1e9,
+        d2h_bytes_per_s=None if options.d2h_gb_per_s is None else options.d2h_gb_per_s * 1e9,
+        timing=debug.copy_timing,
+        seed=debug.seed,
+        jitter_max_s=debug.jitter_max_ms / 1e3,
+        poison=debug.poison,
+        check_hazards=debug.check_hazards,
+        cpus=usable_cpus(),
+    )
+
+
+class Runtime:
+    """Lives as long as the worker. `take_over` is called when the weights are loaded, `attach` when the model is
+    complete."""
+
+    def __init__(self, vllm_config: Any, options: MoeLightningConfig) -> None:
+        self._vllm_config = vllm_config
+        self.options = options
+        self.device = make_device(options)
+        cpus = usable_cpus()
+        self._pool = AttentionPool(options.attention_threads or max(1, len(cpus) - 1), cpus)
+        self._decoder_layers: list[torch.nn.Module] = []
+        self._experts: list[ExpertLayer] = []
+        self._attention_layers: list[Any] = []
+        self.executor: PipelineExecutor | None = None
+
+    def take_over(self, decoder_layers: list[torch.nn.Module]) -> None:
+        """Move the experts of all streamed layers into host pages."""
+        self._decoder_layers = decoder_layers
+        self._experts = expert_layers(decoder_layers)
+        if not self._experts:
+            raise UnsupportedError("this model has no experts to page; run it without --worker-cls")
+        self._attention_layers = [_only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)]
+        policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
+        store = PagedWeightStore(self._experts, policy, self.device)
+        self.executor = PipelineExecutor(
+            self.device, store, self._path_for, len(decoder_layers), policy, self.options.debug.remove_wait
+        )
+        for index, layer in enumerate(decoder_layers):
+            layer.register_forward_pre_hook(lambda *_: self._running.layer_entry())
+            if store.num_pages(index):
+                for module in paged_modules(layer):
+                    module.is_bound = lambda index=index: self._running.ring.is_bound(index)
+        total = sum(layer.num_bytes for layer in self._experts)
+        logger.info(
+            "moe_lightning: %d MoE layers, %.1f MiB of experts; %d layers streamed from %.1f MiB of host pages through %d "
+            "slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is pageable, not pinned (device: %s)",
+            len(self._experts), total / MIB, len(policy.streamed_layers), store.host_bytes / MIB, policy.num_slots,
+            len(policy.resident_layers), policy.page_bytes / MIB,
+            sum(store.num_pages(layer) for layer in range(len(decoder_layers))), self.device.kind,
+        )  # fmt: skip
+
+    @property
+    def _running(self) -> PipelineExecutor:
+        assert self.executor is not None, "the experts were not taken over: vLLM did not call the offloader"
+        return self.executor
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """Count what stays on the device, size the staging buffers, and put ourselves in place of `model.forward`."""
+        paged = {id(p) for layer in self._experts for p in layer.parameters.values()}
+        self.device.reserve(sum(p.nbytes for p in model.parameters() if id(p) not in paged), "other weights")
+        for layer in self._attention_layers:
+            layer.use_direct_call = True
+        element_bytes = self._vllm_config.model_config.dtype.itemsize
+        bytes_per_token = max(
+            (impl.num_heads + 2 * impl.num_kv_heads) * impl.head_size * element_bytes
+            for impl in (layer.impl for layer in self._attention_layers)
+        )
+        host = HostAttention(
+            self.device,
+            self._pool,
+            self._vllm_config.scheduler_config.max_num_batched_tokens,
+            bytes_per_token,
+            self.options.debug.fail_attention_at,
+        )
+        self._cpu_path = CpuAttentionPath(host)
+        self._device_path = DeviceAttentionPath(host, self.device, self._cache_of)
+        PipelinedForward(model, self._vllm_config, self._running)
+        if self.options.trace_file:
+            self.device.set_recording(self.options.trace_operations)
+        self.reset()
+
+    def _path_for(self, schedule: str) -> AttentionPath:
+        return self._device_path if schedule == "s4" else self._cpu_path
+
+    def _cache_of(self, layer: int) -> HostKvCache:
+        attention = self._attention_layers[layer]
+        block_size = self._vllm_config.cache_config.block_size
+        return attention.impl.cache_over(attention, attention.kv_cache, block_size)
+
+    def poison_kv_caches(self) -> None:
+        """NaN bytes in every block, so that a read of a row nobody wrote shows."""
+        if self.device.poison:
+            for attention in self._attention_layers:
+                attention.kv_cache.view(torch.uint8).fill_(0xFF)
+
+    def reconfigure(self, **changes: Any) -> dict[str, object]:
+        """Change the policy between steps. Returns the policy in force."""
+        unknown = sorted(set(changes) - set(CHANGEABLE_WHILE_RUNNING))
+        if unknown:
+            raise ValueError(f"cannot change {unknown} while running; can change {list(CHANGEABLE_WHILE_RUNNING)}")
+        self._running.policy = replace(self._running.policy, **changes)
+        return self._running.policy.to_dict()
+
+    def reset(self) -> None:
+        self._report = RunReport(self._running)
+
+    def stats(self) -> dict[str, object]:
+        """Figures since the last reset; writes the trace if one was asked for."""
+        if self.options.trace_file:
+            write_chrome_trace(Path(self.options.trace_file), self._report.spans(), device=self.device.kind)
+        return self._report.to_dict()
+
+    def close(self) -> None:
+        self.device.close()
+        self._pool.close()
+
+
+def _only_attention_of(index: int, decoder_layer: torch.nn.Module) -> Any:
+    found = [m for m in decoder_layer.modules() if isinstance(getattr(m, "impl", None), HostAttentionImpl)]
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"decoder layer {index} has {len(found)} attention modules of ours, and exactly 1 is supported; "
+            "run this model without --worker-cls"
+        )
+    return found[0]

@@ -1,0 +1,72 @@
+"""The worker that `--worker-cls` names: vLLM's own for the platform, with the engine put in at its moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.model_executor.offloader.base import set_offloader
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_moe_lightning.integration.attention import register_host_attention
+from vllm_moe_lightning.integration.compat import require_ledger
+from vllm_moe_lightning.integration.configure import options_of
+from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
+from vllm_moe_lightning.integration.experts import register_paged_experts
+from vllm_moe_lightning.integration.offloader import PagingOffloader
+from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
+from vllm_moe_lightning.integration.runtime import Runtime
+from vllm_moe_lightning.errors import UnsupportedError
+
+logger = init_logger("vllm.vllm_moe_lightning.worker")
+
+
+class MoELightningWorker(CPUWorker):
+    """Pages expert weights and attends on the CPU, around an unmodified model runner (V1 or V2)."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        require_ledger()
+        scheduler_cls = vllm_config.scheduler_config.scheduler_cls
+        if not str(scheduler_cls).startswith(SCHEDULER_MODULE):
+            raise UnsupportedError(
+                "the moe_lightning plugin was not loaded where the configuration was made (VLLM_PLUGINS leaves it out, "
+                "or the package is not installed there), so this set-up is incomplete"
+            )
+        self._options = options_of(vllm_config)
+        register_host_attention()
+        register_paged_experts()
+        apply_dbrx_names()
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def init_device(self) -> None:
+        super().init_device()
+        self._runtime = Runtime(self.vllm_config, self._options)
+        self._offloader = PagingOffloader(self._runtime.take_over)
+        set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        self._offloader.post_init()
+        self._runtime.attach(self.model_runner.get_model())
+
+    def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_from_config(*args, **kwargs)
+        self._runtime.poison_kv_caches()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        set_offloader(None)
+        if hasattr(self, "_runtime"):
+            self._runtime.close()
+
+    # ------------------------------------------------ called through collective_rpc
+
+    def moe_lightning_stats(self) -> dict[str, object]:
+        """Counters since the last reset, as plain JSON values."""
+        return self._runtime.stats()
+
+    def moe_lightning_reset(self) -> None:
+        self._runtime.reset()
+
+    def moe_lightning_reconfigure(self, **changes: Any) -> dict[str, object]:
+        return self._runtime.reconfigure(**changes)

@@ -1,0 +1,47 @@
+"""Which tasks a schedule's attention consists of, and who runs them: on the CPU, or on the device (S4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
+from vllm_moe_lightning.pipeline.host_attention import HostAttention
+from vllm_moe_lightning.pipeline.tasks import TaskKey, TaskName
+
+
+class AttentionPath(Protocol):
+    """What the executor calls. `pack` runs on the compute stream, `launch` puts one task on its own stream."""
+
+    def begin_sweep(self, rows: Sequence[AttentionRows]) -> None: ...
+
+    def packed_name(self, index: int) -> str: ...
+
+    def output_name(self, index: int) -> str: ...
+
+    def pack(self, index: int, request: AttentionRequest) -> None: ...
+
+    def launch(self, key: TaskKey, request: AttentionRequest | None) -> None: ...
+
+
+class CpuAttentionPath:
+    """CGOPipe, serial, S2 and S3: Q, K and V go down, the result comes up."""
+
+    def __init__(self, host: HostAttention) -> None:
+        self._host = host
+        self.begin_sweep = host.begin_sweep
+        self.pack = host.pack
+        self.packed_name = host.packed_name
+        self.output_name = host.output_name
+
+    def launch(self, key: TaskKey, request: AttentionRequest | None) -> None:
+        assert request is not None, f"{key} before the micro-batch asked for attention"
+        match key.name:
+            case TaskName.QKV_OFFLOAD:
+                self._host.offload(key.index, request, str(key))
+            case TaskName.ATTENTION:
+                self._host.attend(key.index, request, str(key))
+            case TaskName.HIDDEN_LOAD:
+                self._host.load(key.index, request, str(key))
+            case _:
+                raise AssertionError(f"{key} is not a task of attention on the CPU")

@@ -1,0 +1,26 @@
+"""What the pipeline did, counted: the figures behind reports, metrics and the tests' proof that pages moved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass
+class PipelineCounters:
+    """Totals since the last reset. Times are seconds on the launching thread unless a stream is named."""
+
+    sweeps: int = 0
+    dummy_sweeps: int = 0  # warm-up and profiling runs: they page weights too, but serve nobody
+    aborted_sweeps: int = 0
+    refills: int = 0  # times the first layer was brought up outside of a sweep: at the start, after an abort
+    steps: Counter[str] = field(default_factory=Counter)  # "decode x4": kind and number of micro-batches
+    single_micro_batch_steps: int = 0  # steps held to one micro-batch by a same-step prefix hit
+    rows: int = 0
+    tokens: int = 0
+    sweep_s: float = 0.0
+    wait_s: Counter[str] = field(default_factory=Counter)  # by kind of wait: "post_attention<-weight_page"
+
+    @property
+    def total_wait_s(self) -> float:
+        return sum(self.wait_s.values())

@@ -1,0 +1,202 @@
+"""Follows a schedule: launches each task on its resource, after the events it waits for.
+
+One thread launches everything. A GPU task resumes the micro-batch's forward pass to its next yield; every other task
+is an asynchronous operation of a stream. The order and the waits are the schedule's; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from vllm_moe_lightning.device.base import Device, Event, Stream
+from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError
+from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
+from vllm_moe_lightning.pipeline.attention_path import AttentionPath
+from vllm_moe_lightning.pipeline.coroutine import LAYER_ENTRY, LayerEntry, MicroBatchCoroutine, yield_to_executor
+from vllm_moe_lightning.pipeline.counters import PipelineCounters
+from vllm_moe_lightning.pipeline.schedule import Schedule, SweepShape, make_schedule
+from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.policy.policy import Policy
+from vllm_moe_lightning.weights.ring import WeightRing
+from vllm_moe_lightning.weights.store import PagedWeightStore
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class MicroBatch(Generic[Result]):
+    """A share of the step: its forward pass, and what must be in place whenever it runs."""
+
+    body: Callable[[], Result]
+    rows: AttentionRows | None
+    """None in a dummy run, which has no KV cache."""
+    enter: Callable[[], None] = lambda: None
+    """Called before each resume (vLLM: sets the forward context)."""
+
+
+class PipelineExecutor:
+    """Runs sweeps. `num_layers` counts decoder layers; `policy` may be replaced between sweeps."""
+
+    def __init__(
+        self,
+        device: Device,
+        store: PagedWeightStore,
+        attention_path: Callable[[str], AttentionPath],
+        num_layers: int,
+        policy: Policy,
+        remove_wait: str | None = None,
+    ) -> None:
+        self.device = device
+        self.policy = policy
+        self.counters = PipelineCounters()
+        self.store = store
+        self.ring = WeightRing(store, device)
+        self._attention_path = attention_path
+        self._num_layers = num_layers
+        self._remove_wait = remove_wait
+        self._events: dict[TaskKey, Event] = {}
+        self._streams: dict[Resource, Stream] = {
+            Resource.GPU: device.compute,
+            Resource.CPU: device.cpu,
+            Resource.D2H: device.d2h,
+            Resource.H2D: device.h2d,
+        }
+        self._coroutines: list[MicroBatchCoroutine[object]] = []
+        self._micro_batches: Sequence[MicroBatch[object]] = []
+        self._requests: dict[int, AttentionRequest] = {}
+        self.in_sweep = False
+
+    def schedule_for(self, num_micro_batches: int, *, with_attention: bool = True) -> Schedule:
+        shape = SweepShape(
+            num_layers=self._num_layers,
+            num_micro_batches=num_micro_batches,
+            pages_per_layer=tuple(self.store.num_pages(layer) for layer in range(self._num_layers)),
+            lookahead=self.policy.lookahead,
+            with_attention=with_attention,
+        )
+        return make_schedule(self.policy.schedule, shape)
+
+    def pages_of_first_layer(self) -> int:
+        """Pages that a refill moves beyond those of the sweeps: the first streamed layer's."""
+        streamed = min(self.store.layers, default=None)
+        return 0 if streamed is None else self.store.num_pages(streamed)
+
+    def run_sweep(self, micro_batches: Sequence[MicroBatch[Result]], *, with_attention: bool = True) -> list[Result]:
+        """One pass of all micro-batches over all layers. Returns their results in order.
+
+        An exception unwinds every micro-batch, drains the streams and leaves the executor fit for the next sweep.
+        """
+        schedule = self.schedule_for(len(micro_batches), with_attention=with_attention)
+        path = self._attention_path(schedule.name)
+        started_s = time.monotonic()
+        self._micro_batches = micro_batches
+        self._coroutines = [MicroBatchCoroutine(index, batch.body) for index, batch in enumerate(micro_batches)]
+        self.in_sweep = True
+        try:
+            path.begin_sweep([batch.rows for batch in micro_batches if batch.rows is not None])
+            self._bring_up_first_layer(schedule)
+            for task in schedule.tasks:
+                self._launch(task, path)
+            unfinished = [c.index for c in self._coroutines if not c.finished]
+            if unfinished:
+                raise MoeLightningError(f"micro-batches {unfinished} did not end with the schedule {schedule.name}")
+            return [c.result for c in self._coroutines]  # type: ignore[misc]
+        except BaseException:
+            self._abort()
+            raise
+        finally:
+            self.in_sweep = False
+            self._coroutines, self._micro_batches, self._requests = [], [], {}
+            self.counters.sweep_s += time.monotonic() - started_s
+            if with_attention:
+                self.counters.sweeps += 1
+            else:
+                self.counters.dummy_sweeps += 1
+
+    def _bring_up_first_layer(self, schedule: Schedule) -> None:
+        """At the start, after an abort, or when the schedule was changed: agree with it about the first layer."""
+        streamed = schedule.shape.streamed
+        expected = 1 if schedule.prefetches_first_layer and streamed else 0
+        if self.ring.num_prefetched == expected:
+            return
+        self.ring.drop_prefetched()
+        self.device.h2d.wait_event(self.device.compute.record_event())
+        if expected:
+            self.counters.refills += 1
+            for page in range(schedule.shape.pages_per_layer[streamed[0]]):
+                self.ring.launch_page(streamed[0], page)
+                self._events[TaskKey(TaskName.WEIGHT_PAGE, streamed[0], page)] = self.device.h2d.record_event()
+
+    def _launch(self, task: Task, path: AttentionPath) -> None:
+        key, stream = task.key, self._streams[task.resource]
+        for awaited in task.after:
+            name = wait_name(key, awaited)
+            if name != self._remove_wait:
+                before_s = time.monotonic()
+                stream.wait_event(self._events[awaited])
+                if task.resource is Resource.GPU:  # on the emulated device the launching thread waits itself
+                    self.counters.wait_s[name] += time.monotonic() - before_s
+        match key.name:
+            case TaskName.SWEEP_START:
+                pass
+            case TaskName.PRE_ATTENTION:
+                self._pre_attention(key, path)
+            case TaskName.POST_ATTENTION:
+                self._post_attention(key, path)
+            case TaskName.WEIGHT_PAGE:
+                self.ring.launch_page(key.layer, key.index)
+            case _:
+                path.launch(key, self._requests.get(key.index))
+        self._events[key] = stream.record_event()
+
+    def _pre_attention(self, key: TaskKey, path: AttentionPath) -> None:
+        with self.device.compute.span(str(key), reads=(), writes=[path.packed_name(key.index)]):
+            if key.layer == 0:
+                self._resume(key, LayerEntry)
+            request = self._resume(key, AttentionRequest)
+            assert isinstance(request, AttentionRequest)
+            self._requests[key.index] = request
+            path.pack(key.index, request)
+
+    def _post_attention(self, key: TaskKey, path: AttentionPath) -> None:
+        reads = [path.output_name(key.index)] if self._requests else []
+        if self.store.num_pages(key.layer):
+            if key.index == 0:
+                self.ring.bind(key.layer)
+            reads.append(self.ring.slot_name(key.layer))
+        with self.device.compute.span(str(key), reads=reads, writes=()):
+            if not self._requests and key.layer == 0:
+                self._resume(key, LayerEntry)
+            last = key.layer == self._num_layers - 1
+            self._resume(key, type(None) if last else LayerEntry)
+
+    def _resume(self, key: TaskKey, expected: type) -> object:
+        """Run the micro-batch to its next yield, which must be of the expected kind."""
+        self._micro_batches[key.index].enter()
+        yielded = self._coroutines[key.index].resume()
+        if not isinstance(yielded, expected):
+            raise MoeLightningError(
+                f"{key}: the model yielded {type(yielded).__name__} where {expected.__name__} was due; its decoder "
+                "layers do not have exactly one attention each"
+            )
+        return yielded
+
+    def _abort(self) -> None:
+        self.counters.aborted_sweeps += 1
+        for index, coroutine in enumerate(self._coroutines):
+            self._micro_batches[index].enter()
+            coroutine.unwind()
+        for stream in self._streams.values():  # nothing in flight may outlive the buffers of this sweep
+            with contextlib.suppress(DeviceTaskError):  # the failure that led here, or one in its wake
+                stream.synchronize()
+        self.ring.drop_prefetched()
+
+    def layer_entry(self) -> None:
+        """Called by the model at each decoder layer's entry: the micro-batch pauses there."""
+        if not self.in_sweep:
+            raise MoeLightningError("the model was run outside of a sweep; its forward must go through the executor")
+        yield_to_executor(LAYER_ENTRY)

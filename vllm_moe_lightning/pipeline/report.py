@@ -1,0 +1,80 @@
+"""The figures of a run: counters and stream totals since a point in time, as plain JSON values."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from vllm_moe_lightning.device.base import StreamTotals
+from vllm_moe_lightning.pipeline.counters import PipelineCounters
+from vllm_moe_lightning.pipeline.executor import PipelineExecutor
+from vllm_moe_lightning.pipeline.trace import TraceSpan
+
+KEPT_SPANS = 200_000
+
+
+class RunReport:
+    """Counts from its construction on; the executor's counters start anew."""
+
+    def __init__(self, executor: PipelineExecutor) -> None:
+        self._executor = executor
+        executor.counters = PipelineCounters()
+        self._ring_before = (executor.ring.pages_moved, executor.ring.bytes_paged)
+        self._totals_before = executor.device.totals()
+        self._started_s = time.monotonic()
+        self._spans: deque[TraceSpan] = deque(maxlen=KEPT_SPANS)
+
+    def spans(self) -> list[TraceSpan]:
+        """Operations recorded so far, if the device records."""
+        self._spans.extend(
+            TraceSpan(r.stream, r.label, r.start_s, r.end_s, r.num_bytes) for r in self._executor.device.drain_records()
+        )
+        return list(self._spans)
+
+    def _since(self, stream: str) -> StreamTotals:
+        now, before = self._executor.device.totals()[stream], self._totals_before[stream]
+        return StreamTotals(
+            now.busy_s - before.busy_s, now.num_bytes - before.num_bytes, now.num_operations - before.num_operations
+        )
+
+    def to_dict(self) -> dict[str, object]:
+        """`*_busy` are shares (0..1) of the time spent in sweeps. Times in seconds."""
+        executor, counters = self._executor, self._executor.counters
+        h2d, d2h, cpu = self._since("h2d"), self._since("d2h"), self._since("cpu")
+        sweep_s = counters.sweep_s
+        pages_per_sweep = sum(executor.store.num_pages(layer) for layer in executor.store.layers)
+
+        def share(busy_s: float) -> float:
+            return min(1.0, busy_s / sweep_s) if sweep_s else 0.0
+
+        return {
+            "device": executor.device.kind,
+            "policy": executor.policy.to_dict(),
+            "elapsed_s": time.monotonic() - self._started_s,
+            "sweep_s": sweep_s,
+            "sweeps": counters.sweeps,
+            "dummy_sweeps": counters.dummy_sweeps,
+            "aborted_sweeps": counters.aborted_sweeps,
+            "refills": counters.refills,
+            "steps": dict(counters.steps),
+            "single_micro_batch_steps": counters.single_micro_batch_steps,
+            "rows": counters.rows,
+            "tokens": counters.tokens,
+            "pages_moved": executor.ring.pages_moved - self._ring_before[0],
+            "bytes_paged": executor.ring.bytes_paged - self._ring_before[1],
+            "pages_per_sweep": pages_per_sweep,
+            "pages_of_first_layer": executor.pages_of_first_layer(),
+            "bytes_per_sweep": executor.store.sweep_bytes(),
+            "link_busy": share(h2d.busy_s),
+            "link_bytes": h2d.num_bytes,
+            "d2h_busy": share(d2h.busy_s),
+            "d2h_bytes": d2h.num_bytes,
+            "cpu_attention_busy": share(cpu.busy_s),
+            "cpu_attention_tasks": cpu.num_operations,
+            "wait_s": counters.total_wait_s,
+            "wait_s_by_kind": dict(counters.wait_s),
+            "device_memory_used_bytes": executor.device.memory_used_bytes,
+            "device_memory_budget_bytes": executor.device.memory_budget_bytes,
+            "expert_bytes_on_host": executor.store.host_bytes,
+            "expert_bytes_on_device": executor.store.device_bytes,
+        }

@@ -1,0 +1,243 @@
+"""Schedules as data: the order in which one sweep over the layers launches its tasks, and what each waits for.
+
+CGOPipe (the paper's Algorithm 1 with its wrap-around spelt out) and the four orders it is compared with. All run on
+the same executor and simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
+
+# Marks at the head of a sweep: what their resource was given in earlier sweeps is before them.
+SWEEP_START = TaskKey(TaskName.SWEEP_START, 0, 0)
+CPU_SWEEP_START = TaskKey(TaskName.SWEEP_START, 0, 1)
+
+
+@dataclass(frozen=True)
+class SweepShape:
+    """What a schedule depends on. A sweep is one pass of all micro-batches over all decoder layers."""
+
+    num_layers: int
+    num_micro_batches: int
+    pages_per_layer: tuple[int, ...]
+    """Pages of each decoder layer; 0 for a layer that is dense or resident."""
+    lookahead: int = 2
+    with_attention: bool = True
+    """False for dummy runs, which have no KV cache: a layer is then one GPU task."""
+
+    def __post_init__(self) -> None:
+        if len(self.pages_per_layer) != self.num_layers:
+            raise ValueError(f"{len(self.pages_per_layer)} page counts for {self.num_layers} layers")
+        if self.num_micro_batches < 1 or self.lookahead < 1:
+            raise ValueError(f"need at least one micro-batch and a look-ahead of 1, got {self}")
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        return tuple(layer for layer, pages in enumerate(self.pages_per_layer) if pages)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    name: str
+    shape: SweepShape
+    tasks: tuple[Task, ...]
+    prefetches_first_layer: bool
+    """Whether a sweep brings up the first streamed layer of the next one (else each sweep starts with it)."""
+
+    def wait_names(self) -> tuple[str, ...]:
+        """The kinds of waits in this schedule, each of which a race test removes in turn."""
+        return tuple(sorted({wait_name(task.key, key) for task in self.tasks for key in task.after}))
+
+
+def _key(name: TaskName, layer: int, index: int = 0) -> TaskKey:
+    return TaskKey(name, layer, index)
+
+
+class _Sweep:
+    """Emits the tasks of one sweep; the schedules below differ in the order of the calls."""
+
+    def __init__(self, shape: SweepShape, *, attention_on_device: bool = False) -> None:
+        self.shape = shape
+        self.attention_on_device = attention_on_device
+        self.tasks: list[Task] = [Task(Resource.GPU, SWEEP_START), Task(Resource.CPU, CPU_SWEEP_START)]
+
+    def emit(self, resource: Resource, key: TaskKey, *after: TaskKey) -> None:
+        self.tasks.append(Task(resource, key, after))
+
+    def pre(self, layer: int, index: int, *after: TaskKey) -> None:
+        """Pre-attention and everything up to the attention result on the host (or device, for S4)."""
+        if not self.shape.with_attention:
+            return
+        pre = _key(TaskName.PRE_ATTENTION, layer, index)
+        offload = _key(TaskName.QKV_OFFLOAD, layer, index)
+        self.emit(Resource.GPU, pre, *after)
+        if self.attention_on_device:
+            self.emit(
+                Resource.GPU,
+                _key(TaskName.DEVICE_ATTENTION, layer, index),
+                _key(TaskName.KV_LOAD, layer, index),
+            )
+            self.emit(Resource.D2H, offload, pre)
+            self.emit(Resource.CPU, _key(TaskName.KV_APPEND, layer, index), offload)
+        else:
+            self.emit(Resource.D2H, offload, pre)
+            self.emit(Resource.CPU, _key(TaskName.ATTENTION, layer, index), offload)
+
+    def hidden(self, layer: int, index: int) -> None:
+        if self.shape.with_attention and not self.attention_on_device:
+            attention = _key(TaskName.ATTENTION, layer, index)
+            self.emit(Resource.H2D, _key(TaskName.HIDDEN_LOAD, layer, index), attention)
+
+    def kv_load(self, layer: int, index: int) -> None:
+        """Context blocks to one of two device frames: free once the attention two micro-batches back has read it."""
+        n = self.shape.num_micro_batches
+        position = layer * n + index - 2
+        reader = _key(TaskName.DEVICE_ATTENTION, *divmod(position, n)) if position >= 0 else SWEEP_START
+        # The context was appended in earlier sweeps, by any micro-batch: everything of theirs on the CPU.
+        self.emit(Resource.H2D, _key(TaskName.KV_LOAD, layer, index), reader, CPU_SWEEP_START)
+
+    def post(self, layer: int, index: int) -> None:
+        after = []
+        if self.shape.with_attention and not self.attention_on_device:
+            after.append(_key(TaskName.HIDDEN_LOAD, layer, index))
+        pages = self.shape.pages_per_layer[layer]
+        if pages and index == 0:  # later micro-batches follow on the same stream
+            after.append(_key(TaskName.WEIGHT_PAGE, layer, pages - 1))
+        self.emit(Resource.GPU, _key(TaskName.POST_ATTENTION, layer, index), *after)
+
+    def page(self, layer: int, page: int, ordinal: int) -> None:
+        """Page of a streamed layer. The first waits until the layer two before it in the ring has been used."""
+        after: tuple[TaskKey, ...] = ()
+        if page == 0:
+            streamed = self.shape.streamed
+            last = self.shape.num_micro_batches - 1
+            before = ordinal - 2
+            after = (_key(TaskName.POST_ATTENTION, streamed[before], last),) if before >= 0 else (SWEEP_START,)
+        self.emit(Resource.H2D, _key(TaskName.WEIGHT_PAGE, layer, page), *after)
+
+    def block(self, ordinal: int) -> None:
+        """All pages of a layer back to back."""
+        streamed = self.shape.streamed
+        layer = streamed[ordinal % len(streamed)]
+        for page in range(self.shape.pages_per_layer[layer]):
+            self.page(layer, page, ordinal)
+
+
+def _pages_due(shape: SweepShape) -> dict[int, list[tuple[int, int, int]]]:
+    """Post-attention position t = layer * n + micro-batch -> [(layer, page, ordinal)] launched just before it.
+
+    The pages of a streamed layer are spread evenly over the posts between the streamed layer before it (whose slot
+    is the other one) and itself; those of the first streamed layer, for the next sweep, over the rest of this one.
+    """
+    n, streamed = shape.num_micro_batches, shape.streamed
+    due: dict[int, list[tuple[int, int, int]]] = {}
+    for ordinal in range(1, len(streamed) + 1):
+        target = streamed[ordinal % len(streamed)]
+        begin = streamed[ordinal - 1] * n
+        end = streamed[ordinal] * n if ordinal < len(streamed) else shape.num_layers * n
+        pages = shape.pages_per_layer[target]
+        for page in range(pages):
+            due.setdefault(begin + page * (end - begin) // pages, []).append((target, page, ordinal))
+    return due
+
+
+def _cgopipe(shape: SweepShape) -> Iterator[Task]:
+    """Algorithm 1: post(i, j), then the pre-attention work `lookahead` micro-batches on; pages between hidden states."""
+    sweep, n = _Sweep(shape), shape.num_micro_batches
+    total, ahead, due = shape.num_layers * n, min(shape.lookahead, n), _pages_due(shape)
+    for t in range(min(ahead, total)):
+        sweep.pre(*divmod(t, n))
+    for t in range(total):
+        sweep.hidden(*divmod(t, n))
+        for layer, page, ordinal in due.get(t, ()):
+            sweep.page(layer, page, ordinal)
+        sweep.post(*divmod(t, n))
+        if t + ahead < total:
+            sweep.pre(*divmod(t + ahead, n))
+    yield from sweep.tasks
+
+
+def _s2(shape: SweepShape) -> Iterator[Task]:
+    """FastDecode-like: CPU attention overlaps the GPU, but a layer's weights go as one block in front of its hidden
+    states, so the first hidden state of each layer waits behind it."""
+    sweep, n, streamed = _Sweep(shape), shape.num_micro_batches, shape.streamed
+    blocks = {layer * n: ordinal for ordinal, layer in enumerate(streamed, start=1)}
+    total = shape.num_layers * n
+    for t in range(min(n, total)):
+        sweep.pre(*divmod(t, n))
+    for t in range(total):
+        if t in blocks:
+            sweep.block(blocks[t])
+        sweep.hidden(*divmod(t, n))
+        sweep.post(*divmod(t, n))
+        if t + n < total:
+            sweep.pre(*divmod(t + n, n))
+    yield from sweep.tasks
+
+
+def _s3(shape: SweepShape) -> Iterator[Task]:
+    """FlexGen(c): the next layer's weights stream while this one computes, but CPU attention overlaps nothing."""
+    sweep, n, streamed = _Sweep(shape), shape.num_micro_batches, shape.streamed
+    blocks = {layer * n: ordinal for ordinal, layer in enumerate(streamed, start=1)}
+    for t in range(shape.num_layers * n):
+        sweep.pre(*divmod(t, n))
+        sweep.hidden(*divmod(t, n))
+        if t in blocks:  # behind this hidden state, so that only the following ones wait for it
+            sweep.block(blocks[t])
+        sweep.post(*divmod(t, n))
+    yield from sweep.tasks
+
+
+def _s4(shape: SweepShape) -> Iterator[Task]:
+    """FlexGen: attention on the device; the KV of the next micro-batch and the next layer's pages share the link."""
+    sweep, n = _Sweep(shape, attention_on_device=True), shape.num_micro_batches
+    total, due = shape.num_layers * n, _pages_due(shape)
+    if shape.with_attention:
+        sweep.kv_load(0, 0)
+    for t in range(total):
+        if shape.with_attention and t + 1 < total:
+            sweep.kv_load(*divmod(t + 1, n))
+        sweep.pre(*divmod(t, n))
+        for layer, page, ordinal in due.get(t, ()):
+            sweep.page(layer, page, ordinal)
+        sweep.post(*divmod(t, n))
+    yield from sweep.tasks
+
+
+def _serial(shape: SweepShape) -> Iterator[Task]:
+    """Nothing overlaps: a layer's pages, then each micro-batch from projection to MoE, one after the other."""
+    sweep, n, streamed = _Sweep(shape), shape.num_micro_batches, shape.streamed
+    ordinal_of = {layer: ordinal for ordinal, layer in enumerate(streamed)}
+    for t in range(shape.num_layers * n):
+        layer, index = divmod(t, n)
+        wait: tuple[TaskKey, ...] = ()
+        if index == 0 and layer in ordinal_of:
+            previous = _key(TaskName.POST_ATTENTION, layer - 1, n - 1) if layer else SWEEP_START
+            for page in range(shape.pages_per_layer[layer]):
+                key = _key(TaskName.WEIGHT_PAGE, layer, page)
+                sweep.emit(Resource.H2D, key, *((previous,) if page == 0 else ()))
+            wait = (key,)
+        sweep.pre(layer, index, *wait)
+        sweep.hidden(layer, index)
+        sweep.post(layer, index)
+    yield from sweep.tasks
+
+
+_ORDERS: dict[str, tuple[Callable[[SweepShape], Iterator[Task]], bool]] = {
+    "cgopipe": (_cgopipe, True),
+    "serial": (_serial, False),
+    "s2": (_s2, True),
+    "s3": (_s3, True),
+    "s4": (_s4, True),
+}
+
+
+@lru_cache(maxsize=256)
+def make_schedule(name: str, shape: SweepShape) -> Schedule:
+    """The tasks of one sweep, cached: a decode phase asks for the same shape again and again."""
+    order, prefetches = _ORDERS[name]
+    return Schedule(name, shape, tuple(order(shape)), prefetches_first_layer=prefetches)
