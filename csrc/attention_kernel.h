@@ -45,8 +45,8 @@ struct alignas(64) Scratch {
   float values[kKeysPerChunk * kMaxHeadDim];
   float scores[kMaxTileRows * kScoreStride];  // logits, then weights
   float row_max[kMaxTileRows], row_sum[kMaxTileRows];
-  const void* key_rows[kKeysPerChunk];
-  const void* value_rows[kKeysPerChunk];
+  const void* key_rows[2 * kKeysPerChunk];  // this chunk's, and behind them the next chunk's, to be prefetched
+  const void* value_rows[2 * kKeysPerChunk];
 };
 
 using AttendTile = void (*)(const mol_attention_task& task, const Tile& tile, Scratch& scratch);
@@ -79,6 +79,7 @@ class TileKernel {
   const int64_t first_position_;  // of the tile's first token in its sequence
   int64_t chunk_start_ = 0;
   int chunk_begin_ = 0, chunk_end_ = 0;  // keys of the chunk that some row sees
+  int found_end_ = 0;                    // key_rows and value_rows are known up to here, counted from chunk_start_
 
   TileKernel(const mol_attention_task& task, const Tile& tile, Scratch& scratch)
       : task_(task),
@@ -100,7 +101,7 @@ class TileKernel {
     for (chunk_start_ = begin / kKeysPerChunk * kKeysPerChunk; chunk_start_ < end; chunk_start_ += kKeysPerChunk) {
       chunk_begin_ = clamp_to_chunk(begin - chunk_start_);
       chunk_end_ = clamp_to_chunk(end - chunk_start_);
-      find_rows();
+      find_rows(end);
       if (converts) {
         convert_rows();
         attend_chunk<float>();
@@ -115,8 +116,8 @@ class TileKernel {
     return key < 0 ? 0 : key > kKeysPerChunk ? kKeysPerChunk : static_cast<int>(key);
   }
 
-  // The keys of this chunk that a row sees, causally and through the window: [row_begin, row_end). Both grow with the
-  // row.
+  // The keys of this chunk that a row sees, causally and through the window: [row_begin, row_end). Both grow with
+  // the row.
   int row_end(int row) const { return clamp_to_chunk(first_position_ + row / tile_.num_heads + 1 - chunk_start_); }
   int row_begin(int row) const {
     if (task_.sliding_window == 0) return 0;
@@ -190,20 +191,32 @@ class TileKernel {
     }
   }
 
-  // Looks up where the chunk's keys and values lie. The cache is [num_blocks, Hk, 2 (K, V), B, D].
-  void find_rows() {
+  // Looks up where the keys and values of this chunk and the next lie. The cache is [num_blocks, Hk, 2 (K, V), B, D].
+  void find_rows(int64_t end) {
     const int64_t block_elements = static_cast<int64_t>(task_.block_size) * head_dim_;
     const int32_t* block_table = task_.block_table + tile_.seq * task_.block_table_stride;
-    for (int key = chunk_begin_; key < chunk_end_;) {
+    const int64_t left_in_sequence = end - chunk_start_;
+    found_end_ = left_in_sequence < 2 * kKeysPerChunk ? static_cast<int>(left_in_sequence) : 2 * kKeysPerChunk;
+    for (int key = chunk_begin_; key < found_end_;) {
       const int64_t position = chunk_start_ + key;
       const int64_t block = block_table[position / task_.block_size];
       const int64_t offset = position % task_.block_size;
       const T* row = static_cast<const T*>(task_.kv_cache) +
                      (block * task_.num_kv_heads + tile_.kv_head) * 2 * block_elements + offset * head_dim_;
-      for (int64_t left = task_.block_size - offset; left > 0 && key < chunk_end_; --left, ++key, row += head_dim_) {
+      for (int64_t left = task_.block_size - offset; left > 0 && key < found_end_; --left, ++key, row += head_dim_) {
         scratch_.key_rows[key] = row;
         scratch_.value_rows[key] = row + block_elements;
       }
+    }
+  }
+
+  // Decode waits for memory: while the first rows' dot products read K, this chunk's V is fetched, and while they add
+  // V, the next chunk's K. Converted chunks have been read already.
+  template <class S>
+  static constexpr bool kPrefetches = sizeof(S) == sizeof(T);
+  static void prefetch(const void* row, int begin, int end) {
+    for (int offset = begin * sizeof(T); offset < end * static_cast<int>(sizeof(T)); offset += 64) {
+      __builtin_prefetch(static_cast<const char*>(row) + offset);
     }
   }
 
@@ -252,6 +265,7 @@ class TileKernel {
     const S* keys[kKeysPerStep];
     for (int k = 0; k < kKeysPerStep; ++k) {  // past the end the last key is read again, never the memory behind it
       keys[k] = static_cast<const S*>(scratch_.key_rows[min(key + k, end - 1)]);
+      if (kPrefetches<S> && row == 0) prefetch(scratch_.value_rows[min(key + k, end - 1)], 0, head_dim_);
     }
     V sums[R][kKeysPerStep];
 #pragma GCC unroll 4
@@ -361,6 +375,9 @@ class TileKernel {
     }
     for (int key = begin; key < end; ++key) {
       const S* value = static_cast<const S*>(scratch_.value_rows[key]) + dim;
+      if (kPrefetches<S> && row == 0) {
+        prefetch(scratch_.key_rows[min(key + kKeysPerChunk, found_end_ - 1)], dim, dim + N * kLanes);
+      }
       V value_part[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) value_part[n] = load<kIsHalf>(value + n * kLanes);

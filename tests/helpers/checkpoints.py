@@ -30,9 +30,10 @@ VOCAB_SIZE = 258
 # (hence routing entropy, attention sharpness and rounding error) look the same at every width.
 WEIGHT_STD, BASE_WIDTH = 0.2, 128
 
-# Seeds chosen so that the greedy paths of the standard prompts have no near tie (see tests/helpers/oracle.py,
-# `smallest_gap`): exact equality in float32 is then a fair demand.
-DEFAULT_SEEDS = {"mixtral": 0, "dbrx": 0, "qwen3_moe": 0, "qwen2_moe": 0, "olmoe": 0}
+# Seeds whose greedy paths over the standard prompts have no near tie (smallest top-2 logit gap over 1536 steps: 4.9e-4 at
+# the default number of layers, 2.1e-4 at 4 layers), while float32 log-probabilities of two correct implementations
+# differ by up to 6e-5: exact equality is then a fair demand. Other shapes: look at OracleResult.smallest_gap.
+DEFAULT_SEEDS = {"mixtral": 3, "dbrx": 0, "qwen3_moe": 1, "qwen2_moe": 2, "olmoe": 0}
 
 _COMMON = {
     "vocab_size": VOCAB_SIZE,

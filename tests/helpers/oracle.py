@@ -7,7 +7,6 @@ different tokens an answer has.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,12 @@ class OracleResult:
     token_ids: list[list[int]]
     logprobs: list[list[float]]  # of the chosen tokens
     gaps: list[list[float]]  # best logit minus second best, per step
-    expert_counts: list[list[int]]  # [num_layers][num_experts]: tokens routed to each expert
+    expert_counts: list[list[int]]  # [num_layers][num_experts]: tokens routed to each expert, over all prompts
+
+    def first(self, num_prompts: int) -> OracleResult:
+        """The same for the first prompts only (expert_counts stay those of all)."""
+        parts = (self.token_ids, self.logprobs, self.gaps)
+        return OracleResult(*(part[:num_prompts] for part in parts), self.expert_counts)
 
     @property
     def smallest_gap(self) -> float:
@@ -32,7 +36,6 @@ class OracleResult:
         return min(len(set(tokens)) for tokens in self.token_ids)
 
 
-@torch.inference_mode()
 def greedy(
     model_folder: Path | str,
     prompts: Sequence[Sequence[int]],
@@ -41,18 +44,33 @@ def greedy(
     dtype: torch.dtype = torch.float32,
 ) -> OracleResult:
     """Continues each prompt by exactly `max_tokens` tokens; an end-of-sequence token does not stop it."""
-    model = _load(model_folder, dtype)
-    router_outputs = _RouterCounts(model)
-    token_ids, logprobs, gaps = [], [], []
-    for prompt in prompts:
-        answer, answer_logprobs, answer_gaps = _continue(model, prompt, max_tokens)
-        token_ids.append(answer)
-        logprobs.append(answer_logprobs)
-        gaps.append(answer_gaps)
-    result = OracleResult(token_ids, logprobs, gaps, router_outputs.counts())
-    del model, router_outputs
-    gc.collect()
-    return result
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums in one order; and these models are too small to share out
+    try:
+        with torch.inference_mode():
+            model = _load(model_folder, dtype)
+            routed = _RoutedTokens(model)
+            answers = [_continue(model, prompt, max_tokens) for prompt in prompts]
+    finally:
+        torch.set_num_threads(num_threads)
+    token_ids, logprobs, gaps = (list(part) for part in zip(*answers, strict=True))
+    return OracleResult(token_ids, logprobs, gaps, routed.expert_counts())
+
+
+def assert_same_tokens(answers: Sequence[Sequence[int]], oracle: OracleResult, what: str = "") -> None:
+    """Exact equality; a failure names the first differing step of each prompt and how near a tie it was."""
+    assert len(answers) == len(oracle.token_ids), f"{what}: {len(answers)} answers for {len(oracle.token_ids)} prompts"
+    differences = []
+    for index, (answer, expected) in enumerate(zip(answers, oracle.token_ids, strict=True)):
+        if list(answer) == expected:
+            continue
+        steps = [step for step, (a, b) in enumerate(zip(answer, expected, strict=False)) if a != b]
+        if steps:
+            gap = oracle.gaps[index][steps[0]]
+            differences.append(f"prompt {index} from step {steps[0]} on (gap of the best two logits {gap:.1e})")
+        else:
+            differences.append(f"prompt {index} has {len(answer)} tokens, not {len(expected)}")
+    assert not differences, f"{what}: {len(differences)} of {len(answers)} answers differ: " + "; ".join(differences[:8])
 
 
 def _load(model_folder: Path | str, dtype: torch.dtype) -> Any:
@@ -84,28 +102,26 @@ def _continue(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[list[
     return token_ids, logprobs, gaps
 
 
-class _RouterCounts:
+class _RoutedTokens:
     """Counts, through forward hooks, how many tokens each layer's experts module gave to each expert."""
 
     def __init__(self, model: Any) -> None:
-        self._counts: list[torch.Tensor] = []
         config = model.config
-        num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-        if num_experts is None:
-            num_experts = config.ffn_config.moe_num_experts
-        experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
-        for module in experts:
-            count = torch.zeros(num_experts, dtype=torch.int64)
-            self._counts.append(count)
-            module.register_forward_pre_hook(self._hook(count), with_kwargs=True)
+        ffn_config = getattr(config, "ffn_config", None)  # DBRX
+        num_experts = ffn_config.moe_num_experts if ffn_config else config.num_experts
+        self._counts: list[torch.Tensor] = []
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                self._counts.append(torch.zeros(num_experts, dtype=torch.int64))
+                module.register_forward_pre_hook(self._adder(self._counts[-1]), with_kwargs=True)
 
     @staticmethod
-    def _hook(count: torch.Tensor) -> Any:
+    def _adder(count: torch.Tensor) -> Any:
         def add(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             top_k_index = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]  # [num_tokens, top_k]
             count.add_(torch.bincount(top_k_index.flatten(), minlength=count.numel()))
 
         return add
 
-    def counts(self) -> list[list[int]]:
+    def expert_counts(self) -> list[list[int]]:
         return [count.tolist() for count in self._counts]

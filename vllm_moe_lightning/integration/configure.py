@@ -75,6 +75,12 @@ def _refuse_conflicts(vllm_config: Any) -> None:
             raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
 
 
+def _has_experts(model_config: Any) -> bool:
+    """vLLM's `is_moe` does not know where DBRX keeps its number of experts."""
+    ffn_config = getattr(model_config.hf_config, "ffn_config", None)
+    return bool(model_config.is_moe or getattr(ffn_config, "moe_num_experts", 0))
+
+
 def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
     """(refused, what, cure) for each feature outside the first version."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
@@ -85,7 +91,7 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
             "vLLM's own weight offloading at the same time",
             "drop --cpu-offload-gb and --offload-*",
         ),
-        (not model.is_moe, f"{model.architectures}: it has no experts to page", "drop --worker-cls"),
+        (not _has_experts(model), f"{model.architectures}: it has no experts to page", "drop --worker-cls"),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "drop --pipeline-parallel-size"),

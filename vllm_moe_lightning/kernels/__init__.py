@@ -1,1 +1,1 @@
-"""CPU attention over the paged host KV cache: the C++ kernels' Python face and, beside it, their fp32 reference."""
+"""CPU attention over the paged host KV cache: the C++ kernels' Python face and their fp32 reference."""

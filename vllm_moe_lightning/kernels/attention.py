@@ -1,8 +1,9 @@
-"""Attention on the CPU over the paged host KV cache, as one C call: append the new keys and values, then attend.
+"""Attention on the CPU over the paged host KV cache, as one C call: append new keys and values, then attend.
 
-Checks everything that the C side takes on trust (dtype, device, strides, lengths of arrays) and keeps the tensors alive
-while the call may run. Which stream runs it, and when, is left to device/; the arithmetic to csrc/attention_kernel.h.
-Letters in shapes: T tokens, S sequences, Hq query heads, Hk key/value heads, D head_dim, B block_size, N blocks.
+Checks everything that the C side takes on trust (dtype, device, strides, lengths of arrays) and keeps the
+tensors alive while the call may run. Which stream runs it, and when, is left to device/; the arithmetic to
+csrc/attention_kernel.h. Letters in shapes: T tokens, S sequences, Hq query heads, Hk key/value heads,
+D head_dim, B block_size, N blocks.
 """
 
 import ctypes
@@ -36,7 +37,7 @@ def supported_head_dims() -> tuple[int, ...]:
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets, by name, that are compiled in and that this CPU and OS can run; "auto" not among them."""
+    """The instruction sets that are compiled in and that this CPU and OS can run, by name, slowest first."""
     library = native.library()
     return tuple(n for n, isa in ISA_BY_NAME.items() if n != "auto" and library.mol_isa_available(isa))
 
@@ -99,13 +100,14 @@ class AttentionPool:
 
 
 class AttentionTask:
-    """One call of mol_attention: `HostTaskStream.call(task.function, task.argument, ..., keep_alive=task)`, or `run()`.
+    """One call of mol_attention, for `HostTaskStream.call(task.function, task.argument, ..., keep_alive=task)`.
 
-    Query token i of a sequence sees keys up to seq_len - query_len + i. With key, value and slot_mapping, these are
-    written to the cache first, all of them before any query reads; without, the cache must hold them already. Without
-    query and output the task only appends. Tokens outside query_start[0]..query_start[S] are left alone;
-    those of a sequence with seq_len 0 (padding) become zeros. The tensors' contents are read when the task runs, except
-    that query_start, seq_lens, block_table and slot_mapping are checked here and must not change until then.
+    Query token i of a sequence sees keys up to seq_len - query_len + i. With key, value and slot_mapping,
+    these are written to the cache first, all of them before any query reads; without, the cache must hold
+    them already. Without query and output the task only appends. Tokens outside query_start[0] and
+    query_start[S] are left alone; those of a sequence with seq_len 0 (padding) become zeros.
+    Contents are read when the task runs; but query_start, seq_lens, block_table and slot_mapping are checked
+    here and must not change until then.
     """
 
     def __init__(
@@ -231,8 +233,8 @@ def _fill_attend(
 ) -> None:
     if query.dim() != 3 or query.shape[1] == 0 or query.shape[1] % argument.num_kv_heads != 0:
         raise ValueError(
-            f"query must be [tokens, heads, head_dim] with heads a multiple of the cache's {argument.num_kv_heads} "
-            f"key/value heads, got {_show(query)}"
+            "query must be [tokens, heads, head_dim] with heads a multiple of the cache's "
+            f"{argument.num_kv_heads} key/value heads, got {_show(query)}"
         )
     num_tokens, num_heads, _ = query.shape
     for name, tensor in (("query", query), ("output", output)):
@@ -273,9 +275,10 @@ def _fill_sequences(
     is_read = (query_lens > 0) & (seq_lens > 0)
     if ((seq_lens < 0) | (is_read & (seq_lens < query_lens))).any():
         raise ValueError(
-            f"seq_lens count the query tokens too: got {seq_lens.tolist()} for queries of {query_lens.tolist()} tokens"
+            "seq_lens count the query tokens too: "
+            f"got {seq_lens.tolist()} for queries of {query_lens.tolist()} tokens"
         )
-    # Blocks that no query reads (behind the end, before the window) may hold any number: they may have been freed.
+    # Blocks that no query reads (behind the end, before the window) may have been freed: any number will do.
     begin = (seq_lens - query_lens + 1 - argument.sliding_window).clamp(min=0) // argument.block_size
     if argument.sliding_window == 0:
         begin.zero_()
@@ -296,7 +299,7 @@ def _fill_sequences(
 
 
 def _check_rows(name: str, tensor: torch.Tensor, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """A [tokens, heads, head_dim] tensor whose rows are packed; tokens may lie apart, as in a fused QKV tensor."""
+    """[tokens, heads, head_dim] with a token's rows packed; tokens may lie apart, as in a fused QKV."""
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device.type != "cpu":
         raise ValueError(f"{name} must be {list(shape)} of {dtype} on the host, got {_show(tensor)}")
     _, num_heads, head_dim = shape

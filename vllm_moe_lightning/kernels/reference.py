@@ -1,6 +1,7 @@
-"""Paged attention in plain torch and fp32, without tricks: what the kernels are compared with, and nothing to run for speed.
+"""Paged attention in plain torch and fp32, without tricks: what the kernels are compared with, no more.
 
-Letters in shapes: T tokens, S sequences, Hq query heads, Hk key/value heads, D head_dim, B block_size, N blocks.
+Letters in shapes: T tokens, S sequences, Hq query heads, Hk key/value heads, D head_dim, B block_size,
+N blocks.
 """
 
 import torch

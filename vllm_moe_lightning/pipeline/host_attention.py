@@ -68,13 +68,15 @@ class HostAttention:
         parts = [tensor[:tokens].reshape(tokens, -1) for tensor in (request.query, request.key, request.value)]
         torch.cat(parts, dim=1, out=packed)
         if self._device.poison:
-            self._region(self._qkv_host, index, request, request.values_per_token).view(torch.uint8).fill_(0xFF)
             self._region(self._out_host, index, request, self._output_values(request)).view(torch.uint8).fill_(0xFF)
             request.output.fill_(float("nan"))
 
     def offload(self, index: int, request: AttentionRequest, label: str) -> None:
+        landing = self._region(self._qkv_host, index, request, request.values_per_token)
+        if self._device.poison:
+            self._device.d2h.fill(landing, 0xFF, writes=[f"qkv_host[{index}]"])
         self._device.d2h.copy(
-            [self._region(self._qkv_host, index, request, request.values_per_token)],
+            [landing],
             [self._region(self._qkv_device, index, request, request.values_per_token)],
             label,
             reads=[self.packed_name(index)],

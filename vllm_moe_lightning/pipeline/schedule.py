@@ -15,6 +15,7 @@ from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName,
 # Marks at the head of a sweep: what their resource was given in earlier sweeps is before them.
 SWEEP_START = TaskKey(TaskName.SWEEP_START, 0, 0)
 CPU_SWEEP_START = TaskKey(TaskName.SWEEP_START, 0, 1)
+D2H_SWEEP_START = TaskKey(TaskName.SWEEP_START, 0, 2)
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,11 @@ class _Sweep:
     def __init__(self, shape: SweepShape, *, attention_on_device: bool = False) -> None:
         self.shape = shape
         self.attention_on_device = attention_on_device
-        self.tasks: list[Task] = [Task(Resource.GPU, SWEEP_START), Task(Resource.CPU, CPU_SWEEP_START)]
+        self.tasks: list[Task] = [
+            Task(Resource.GPU, SWEEP_START),
+            Task(Resource.CPU, CPU_SWEEP_START),
+            Task(Resource.D2H, D2H_SWEEP_START),
+        ]
 
     def emit(self, resource: Resource, key: TaskKey, *after: TaskKey) -> None:
         self.tasks.append(Task(resource, key, after))
@@ -74,18 +79,23 @@ class _Sweep:
             return
         pre = _key(TaskName.PRE_ATTENTION, layer, index)
         offload = _key(TaskName.QKV_OFFLOAD, layer, index)
-        self.emit(Resource.GPU, pre, *after)
         if self.attention_on_device:
-            self.emit(
-                Resource.GPU,
-                _key(TaskName.DEVICE_ATTENTION, layer, index),
-                _key(TaskName.KV_LOAD, layer, index),
-            )
-            self.emit(Resource.D2H, offload, pre)
-            self.emit(Resource.CPU, _key(TaskName.KV_APPEND, layer, index), offload)
+            self._pre_with_attention_on_device(layer, index, pre, offload)
         else:
+            self.emit(Resource.GPU, pre, *after)
             self.emit(Resource.D2H, offload, pre)
             self.emit(Resource.CPU, _key(TaskName.ATTENTION, layer, index), offload)
+
+    def _pre_with_attention_on_device(self, layer: int, index: int, pre: TaskKey, offload: TaskKey) -> None:
+        """The staging buffers are not freed by the result's way back, so their readers are waited for by name."""
+        first = layer == 0
+        packed_free = D2H_SWEEP_START if first else _key(TaskName.QKV_OFFLOAD, layer - 1, index)
+        staging_free = CPU_SWEEP_START if first else _key(TaskName.KV_APPEND, layer - 1, index)
+        self.emit(Resource.GPU, pre, packed_free)
+        context = _key(TaskName.KV_LOAD, layer, index)
+        self.emit(Resource.GPU, _key(TaskName.DEVICE_ATTENTION, layer, index), context)
+        self.emit(Resource.D2H, offload, pre, staging_free)
+        self.emit(Resource.CPU, _key(TaskName.KV_APPEND, layer, index), offload)
 
     def hidden(self, layer: int, index: int) -> None:
         if self.shape.with_attention and not self.attention_on_device:

@@ -57,9 +57,9 @@ def run_cgopipe(checker: HazardChecker, left_out: str | None) -> None:
             event = submit(
                 "cpu", f"attention({layer},{ubatch})", [host_qkv, "kv_cache"], ["kv_cache", host_hidden]
             )
+            pages[layer + 1].append(page(layer + 1, ubatch))
             wait("h2d", event, "h2d waits for cpu: the hidden state is ready")
             arrivals.append(submit("h2d", f"hidden({layer},{ubatch})", [host_hidden], [hidden]))
-            pages[layer + 1].append(page(layer + 1, ubatch))
         for event in pages[layer]:
             wait("compute", event, "compute waits for h2d: the layer's pages have arrived")
         for ubatch in range(NUM_MICRO_BATCHES):
@@ -73,9 +73,11 @@ def test_a_pipeline_with_all_its_waits_is_accepted() -> None:
     run_cgopipe(HazardChecker(STREAMS), left_out=None)
 
 
-@pytest.mark.parametrize(
-    "left_out", sorted(WAITS - {"compute waits for h2d: the layer's pages have arrived"})
-)
+# Implied here: pages go up before the hidden states of their layer, on one first-in first-out stream.
+IMPLIED = {"compute waits for h2d: the layer's pages have arrived"}
+
+
+@pytest.mark.parametrize("left_out", sorted(WAITS - IMPLIED))
 def test_each_wait_that_is_left_out_is_found(left_out: str) -> None:
     with pytest.raises(HazardError):
         run_cgopipe(HazardChecker(STREAMS), left_out)

@@ -1,6 +1,7 @@
 """The native streams through ctypes alone: order, waits, timings, failures, destruction."""
 
 import ctypes
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ def test_operations_of_a_stream_run_in_the_order_of_submission(streams: Streams,
 def test_a_wait_orders_two_streams_in_both_directions(streams: Streams, timing: int) -> None:
     first, second = streams.make("first", timing), streams.make("second", timing)
     for i in range(20):
-        sent = streams.call(first, lambda: time.sleep(0.0002))
+        streams.call(first, lambda: time.sleep(0.0002))
         sent = streams.note(first, f"first {i}")
         streams.wait(second, first, sent)
         answered = streams.note(second, f"second {i}")
@@ -204,7 +205,7 @@ def test_paced_copies_take_at_least_the_time_of_the_model(streams: Streams) -> N
     for record in records:
         assert record.end_ns - record.start_ns >= model_s * 1e9 - 1
     # On the link's line one copy begins where the one before it ended, so oversleeping costs no bandwidth.
-    for before, after in zip(records, records[1:], strict=False):
+    for before, after in itertools.pairwise(records):
         assert after.start_ns >= before.end_ns
 
 

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Session-wide checkpoints and oracle answers: each is made once, whichever test asks first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Functions that stock vLLM needs before it loads an architecture (tests/helpers/engine.py, `preload`).
+STOCK_PRELOAD = {"dbrx": ["vllm_moe_lightning.integration.dbrx:apply"]}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "integration: starts a vLLM engine (a second or more each)")
+
+
+def _key(*parts: Any) -> str:
+    return json.dumps(parts, sort_keys=True, default=str)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`checkpoint("mixtral", num_layers=4, sliding_window=32)`: arguments of write_checkpoint. Read only: it is shared."""
+    from tests.helpers.checkpoints import write_checkpoint
+
+    folders: dict[str, Path] = {}
+
+    def get(arch: str, **options: Any) -> Path:
+        key = _key(arch, options)
+        if key not in folders:
+            folders[key] = write_checkpoint(tmp_path_factory.mktemp(arch), arch, **options)
+        return folders[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def hf_result(checkpoint: Callable[..., Path]) -> Callable[..., Any]:
+    """`hf_result("mixtral", num_prompts=8, num_layers=4)` -> OracleResult of the standard prompts by transformers.
+
+    Other prompts: `prompts=[...]`. Further arguments: `max_tokens`, `dtype`; the rest go to `checkpoint`.
+    """
+    from tests.helpers.oracle import OracleResult, greedy
+    from tests.helpers.prompts import NUM_NEW_TOKENS, standard_prompts
+
+    results: dict[str, OracleResult] = {}
+
+    def get(
+        arch: str,
+        *,
+        num_prompts: int = 64,
+        prompts: list[list[int]] | None = None,
+        max_tokens: int = NUM_NEW_TOKENS,
+        oracle_dtype: Any = None,
+        **options: Any,
+    ) -> OracleResult:
+        dtype = {} if oracle_dtype is None else {"dtype": oracle_dtype}
+        prompts = standard_prompts(num_prompts) if prompts is None else prompts
+        key = _key(arch, prompts[0], max_tokens, dtype, options)
+        if key not in results or len(results[key].token_ids) < len(prompts):
+            results[key] = greedy(checkpoint(arch, **options), prompts, max_tokens=max_tokens, **dtype)
+        return results[key].first(len(prompts))
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def stock_result(checkpoint: Callable[..., Path]) -> Callable[..., Any]:
+    """`stock_result("mixtral", num_prompts=8, runner="v2")` -> EngineResult of vLLM without the plugin.
+
+    Other prompts: `prompts=[...]`. Further arguments: `sampling`, `engine_args`, `env`; the rest go to `checkpoint`.
+    """
+    from tests.helpers.engine import EngineResult, Job, run_engine
+    from tests.helpers.prompts import standard_prompts
+
+    results: dict[str, EngineResult] = {}
+
+    def get(
+        arch: str,
+        *,
+        num_prompts: int = 64,
+        prompts: list[list[int]] | None = None,
+        runner: str = "v1",
+        sampling: Any = None,
+        engine_args: dict[str, Any] | None = None,
+        env: dict[str, str] | None = None,
+        **options: Any,
+    ) -> EngineResult:
+        prompts = standard_prompts(num_prompts) if prompts is None else prompts
+        key = _key(arch, prompts, runner, sampling, engine_args, env, options)
+        if key not in results:
+            results[key] = run_engine(
+                checkpoint(arch, **options),
+                [Job(prompts, sampling or {})],
+                plugin=False,
+                runner=runner,
+                engine_args=engine_args,
+                env=env,
+                preload=STOCK_PRELOAD.get(arch, []),
+            )
+        return results[key]
+
+    return get
