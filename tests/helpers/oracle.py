@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The independent oracle: transformers, greedy, eager attention, one prompt at a time (so no padding can matter).
 
-Also gives what makes an exact comparison fair or not: the gap between the best two logits at every step, and how many
-different tokens an answer has.
+Also gives what makes an exact comparison fair or not: the gap between the best two logits at every step, the gap between
+the last expert chosen and the next one (a near tie there swaps experts, which is no rounding error any more), and how
+many different tokens an answer has.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +23,21 @@ class OracleResult:
     token_ids: list[list[int]]
     logprobs: list[list[float]]  # of the chosen tokens
     gaps: list[list[float]]  # best logit minus second best, per step
+    router_gaps: list[float]  # router logit of the last expert chosen minus the next one's; smallest of each prompt
     expert_counts: list[list[int]]  # [num_layers][num_experts]: tokens routed to each expert, over all prompts
 
     def first(self, num_prompts: int) -> OracleResult:
         """The same for the first prompts only (expert_counts stay those of all)."""
-        parts = (self.token_ids, self.logprobs, self.gaps)
+        parts = (self.token_ids, self.logprobs, self.gaps, self.router_gaps)
         return OracleResult(*(part[:num_prompts] for part in parts), self.expert_counts)
 
     @property
     def smallest_gap(self) -> float:
         return min(min(gaps) for gaps in self.gaps)
+
+    @property
+    def smallest_router_gap(self) -> float:
+        return min(self.router_gaps)
 
     @property
     def fewest_distinct_tokens(self) -> int:
@@ -49,12 +57,13 @@ def greedy(
     try:
         with torch.inference_mode():
             model = _load(model_folder, dtype)
-            routed = _RoutedTokens(model)
-            answers = [_continue(model, prompt, max_tokens) for prompt in prompts]
+            routers = _Routers(model)
+            answers = [
+                (*_continue(model, prompt, max_tokens), routers.take_smallest_gap()) for prompt in prompts
+            ]
     finally:
         torch.set_num_threads(num_threads)
-    token_ids, logprobs, gaps = (list(part) for part in zip(*answers, strict=True))
-    return OracleResult(token_ids, logprobs, gaps, routed.expert_counts())
+    return OracleResult(*(list(part) for part in zip(*answers, strict=True)), routers.expert_counts())
 
 
 def assert_same_tokens(answers: Sequence[Sequence[int]], oracle: OracleResult, what: str = "") -> None:
@@ -66,8 +75,11 @@ def assert_same_tokens(answers: Sequence[Sequence[int]], oracle: OracleResult, w
             continue
         steps = [step for step, (a, b) in enumerate(zip(answer, expected, strict=False)) if a != b]
         if steps:
-            gap = oracle.gaps[index][steps[0]]
-            differences.append(f"prompt {index} from step {steps[0]} on (gap of the best two logits {gap:.1e})")
+            gap, router_gap = oracle.gaps[index][steps[0]], oracle.router_gaps[index]
+            differences.append(
+                f"prompt {index} from step {steps[0]} on (best two logits {gap:.1e} apart, "
+                f"narrowest choice of an expert {router_gap:.1e})"
+            )
         else:
             differences.append(f"prompt {index} has {len(answer)} tokens, not {len(expected)}")
     assert not differences, f"{what}: {len(differences)} of {len(answers)} answers differ: " + "; ".join(differences[:8])
@@ -102,26 +114,33 @@ def _continue(model: Any, prompt: Sequence[int], max_tokens: int) -> tuple[list[
     return token_ids, logprobs, gaps
 
 
-class _RoutedTokens:
-    """Counts, through forward hooks, how many tokens each layer's experts module gave to each expert."""
+class _Routers:
+    """Watches every router through a forward hook: which experts it chooses, and how narrowly."""
 
     def __init__(self, model: Any) -> None:
-        config = model.config
-        ffn_config = getattr(config, "ffn_config", None)  # DBRX
-        num_experts = ffn_config.moe_num_experts if ffn_config else config.num_experts
+        ffn_config = getattr(model.config, "ffn_config", None)  # DBRX keeps these in a part of its own
+        self._top_k = ffn_config.moe_top_k if ffn_config else model.config.num_experts_per_tok
         self._counts: list[torch.Tensor] = []
+        self._smallest_gap = math.inf
         for name, module in model.named_modules():
-            if name.endswith(".experts"):
-                self._counts.append(torch.zeros(num_experts, dtype=torch.int64))
-                module.register_forward_pre_hook(self._adder(self._counts[-1]), with_kwargs=True)
+            if name.endswith((".gate", ".router.layer")):
+                self._counts.append(torch.zeros(module.weight.shape[0], dtype=torch.int64))
+                module.register_forward_pre_hook(functools.partial(self._watch, self._counts[-1]))
 
-    @staticmethod
-    def _adder(count: torch.Tensor) -> Any:
-        def add(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            top_k_index = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]  # [num_tokens, top_k]
-            count.add_(torch.bincount(top_k_index.flatten(), minlength=count.numel()))
+    def _watch(self, count: torch.Tensor, router: Any, args: tuple[torch.Tensor, ...]) -> None:
+        hidden = args[0].reshape(-1, router.weight.shape[1])  # [num_tokens, hidden_size]
+        logits = torch.nn.functional.linear(hidden, router.weight)
+        num_best = min(self._top_k + 1, count.numel())
+        best = logits.topk(num_best, dim=-1)
+        count.add_(torch.bincount(best.indices[:, : self._top_k].flatten(), minlength=count.numel()))
+        if num_best > self._top_k:
+            gaps = best.values[:, self._top_k - 1] - best.values[:, self._top_k]
+            self._smallest_gap = min(self._smallest_gap, float(gaps.min()))
 
-        return add
+    def take_smallest_gap(self) -> float:
+        """Since the last call."""
+        gap, self._smallest_gap = self._smallest_gap, math.inf
+        return gap
 
     def expert_counts(self) -> list[list[int]]:
         return [count.tolist() for count in self._counts]

@@ -90,15 +90,17 @@ def test_only_the_integration_room_and_the_worker_import_vllm(source: Path) -> N
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)
-def test_only_the_entry_point_and_the_worker_import_the_integration_room(source: Path) -> None:
-    if source.parts[0] not in {*VLLM_ROOMS, "__init__.py"}:
+def test_only_the_entry_points_and_the_worker_import_the_integration_room(source: Path) -> None:
+    if source.parts[0] not in {*VLLM_ROOMS, "__init__.py", "cli"}:
         assert not [name for name in imports_of(source) if is_in(name, INTEGRATION)]
 
 
-def test_the_entry_point_imports_the_integration_room_only_when_called() -> None:
-    statements = ast.parse((PACKAGE / "__init__.py").read_text()).body
+@pytest.mark.parametrize("source", ["__init__.py", "cli/app.py"])
+def test_the_entry_points_import_the_integration_room_only_when_called(source: str) -> None:
+    statements = ast.parse((PACKAGE / source).read_text()).body
     at_import = [node for node in statements if not isinstance(node, ast.FunctionDef)]
-    assert not set(imported_modules(ast.Module(at_import, []), Path("__init__.py")))
+    names = imported_modules(ast.Module(at_import, []), Path(source))
+    assert not [name for name in names if is_in(name, "vllm_moe_lightning")]
 
 
 def test_the_planning_code_is_where_this_test_looks_for_it() -> None:

@@ -44,14 +44,18 @@ def configure(vllm_config: Any) -> None:
     parallel.worker_cls = WORKER_CLS
 
     asynchronous = bool(vllm_config.scheduler_config.async_scheduling) and not current_platform.is_cpu()
-    scheduler_cls = f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
+    scheduler_cls = (
+        f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
+    )
     given = vllm_config.scheduler_config.scheduler_cls
     if given not in (None, scheduler_cls):
         raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
     vllm_config.scheduler_config.scheduler_cls = scheduler_cls
 
     if not vllm_config.model_config.enforce_eager:
-        logger.info("moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)")
+        logger.info(
+            "moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)"
+        )
         vllm_config.model_config.enforce_eager = True
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
@@ -61,7 +65,9 @@ def _refuse_device(options: MoeLightningConfig) -> None:
     wanted = options.device
     if current_platform.is_cpu():
         if wanted == "cuda":
-            raise UnsupportedError("moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option")
+            raise UnsupportedError(
+                "moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option"
+            )
         return
     raise UnsupportedError(
         f"moe_lightning runs on vLLM's CPU build so far (device 'emulated'); the device for {current_platform.device_name!r}"
@@ -95,13 +101,21 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "drop --pipeline-parallel-size"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "drop --decode-context-parallel-size"),
+        (
+            parallel.decode_context_parallel_size > 1,
+            "decode context parallelism",
+            "drop --decode-context-parallel-size",
+        ),
         (
             getattr(parallel, "prefill_context_parallel_size", 1) > 1,
             "prefill context parallelism",
             "drop --prefill-context-parallel-size",
         ),
-        (parallel.data_parallel_size > 1, "data parallelism inside one engine", "start one engine per replica"),
+        (
+            parallel.data_parallel_size > 1,
+            "data parallelism inside one engine",
+            "start one engine per replica",
+        ),
         (parallel.enable_expert_parallel, "expert parallelism", "drop --enable-expert-parallel"),
         (parallel.enable_eplb, "expert load balancing", "drop --enable-eplb"),
         (parallel.enable_dbo, "dual batch overlap", "drop --enable-dbo"),
@@ -109,7 +123,11 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
         (model.use_mla, "multi-head latent attention", "run this model without --worker-cls"),
         (model.is_encoder_decoder, "encoder-decoder models", "run this model without --worker-cls"),
         (model.is_multimodal_model, "multimodal models", "run this model without --worker-cls"),
-        (model.is_hybrid or model.is_attention_free, "models with state-space layers", "run without --worker-cls"),
+        (
+            model.is_hybrid or model.is_attention_free,
+            "models with state-space layers",
+            "run without --worker-cls",
+        ),
         (
             cache.cache_dtype not in PLAIN_KV_DTYPES,
             f"a KV cache of type {cache.cache_dtype}",

@@ -51,6 +51,4 @@ def apply() -> None:
     DbrxModel.load_weights = load_weights_with_mapped_names
 
 
-_NOT_AS_EXPECTED = (
-    "vllm.model_executor.models.dbrx.DbrxModel.load_weights differs from the one in vLLM 0.32; use vLLM 0.32 or 0.33"
-)
+_NOT_AS_EXPECTED = "vllm.model_executor.models.dbrx.DbrxModel.load_weights differs from the one in vLLM 0.32; use vLLM 0.32 or 0.33"

@@ -64,7 +64,7 @@ def expert_layers(decoder_layers: list[torch.nn.Module]) -> list[ExpertLayer]:
         for name, module in decoder_layer.named_modules():
             if not isinstance(module, RoutedExperts):
                 continue
-            if not isinstance(module, PagedExperts):
+            if PagedExperts not in type(module).__mro__:
                 raise UnsupportedError(
                     f"experts of class {type(module).__qualname__} in {module.layer_name} are not paged; "
                     "run this model without --worker-cls"
@@ -100,12 +100,14 @@ def _refuse_hidden_aliases(module: torch.nn.Module, parameters: dict[str, torch.
         if id(tensor) not in own and tensor.untyped_storage().data_ptr() in storages:
             name = storages[tensor.untyped_storage().data_ptr()]
             raise UnsupportedError(
-                f"{module.layer_name}.{name} cannot be paged: {path} keeps a view of it; "  # type: ignore[union-attr]
+                f"{module.layer_name}.{name} cannot be paged: {path} keeps a view of it; "
                 "run this model without --worker-cls"
             )
 
 
-def _reachable_tensors(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+def _reachable_tensors(
+    value: Any, path: str, depth: int, seen: set[int]
+) -> Iterator[tuple[str, torch.Tensor]]:
     if id(value) in seen or depth < 0:
         return
     seen.add(id(value))

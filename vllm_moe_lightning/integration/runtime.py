@@ -41,7 +41,7 @@ def usable_cpus() -> list[int]:
         parent = os.sched_getaffinity(os.getppid())
     except ProcessLookupError:
         parent = own
-    return sorted(max(own, parent, key=len))
+    return sorted(own if len(own) >= len(parent) else parent)
 
 
 def make_device(options: MoeLightningConfig) -> Device:
@@ -80,7 +80,9 @@ class Runtime:
         self._experts = expert_layers(decoder_layers)
         if not self._experts:
             raise UnsupportedError("this model has no experts to page; run it without --worker-cls")
-        self._attention_layers = [_only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)]
+        self._attention_layers = [
+            _only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)
+        ]
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self.executor = PipelineExecutor(
@@ -148,7 +150,9 @@ class Runtime:
         """Change the policy between steps. Returns the policy in force."""
         unknown = sorted(set(changes) - set(CHANGEABLE_WHILE_RUNNING))
         if unknown:
-            raise ValueError(f"cannot change {unknown} while running; can change {list(CHANGEABLE_WHILE_RUNNING)}")
+            raise ValueError(
+                f"cannot change {unknown} while running; can change {list(CHANGEABLE_WHILE_RUNNING)}"
+            )
         self._running.policy = replace(self._running.policy, **changes)
         return self._running.policy.to_dict()
 

@@ -8,15 +8,16 @@ from vllm.logger import init_logger
 from vllm.model_executor.offloader.base import set_offloader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.configure import options_of
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
+from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
 from vllm_moe_lightning.integration.offloader import PagingOffloader
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
-from vllm_moe_lightning.errors import UnsupportedError
 
 logger = init_logger("vllm.vllm_moe_lightning.worker")
 
@@ -45,8 +46,10 @@ class MoELightningWorker(CPUWorker):
         set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        super().load_model(*args, **kwargs)
-        self._offloader.post_init()
+        with freed_tensors_leave_the_process():
+            super().load_model(*args, **kwargs)
+            self._offloader.post_init()
+        set_offloader(None)  # the global would keep the host pages alive after this engine's end
         self._runtime.attach(self.model_runner.get_model())
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:

@@ -100,7 +100,7 @@ class AttentionPool:
 
 
 class AttentionTask:
-    """One call of mol_attention, for `HostTaskStream.call(task.function, task.argument, ..., keep_alive=task)`.
+    """One call of mol_attention: `HostTaskStream.call(task.function, task.argument, ..., keep_alive=task)`.
 
     Query token i of a sequence sees keys up to seq_len - query_len + i. With key, value and slot_mapping,
     these are written to the cache first, all of them before any query reads; without, the cache must hold

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 
@@ -19,7 +19,8 @@ class PipelineCounters:
     rows: int = 0
     tokens: int = 0
     sweep_s: float = 0.0
-    wait_s: Counter[str] = field(default_factory=Counter)  # by kind of wait: "post_attention<-weight_page"
+    wait_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """By kind of wait: "post_attention<-weight_page"."""
 
     @property
     def total_wait_s(self) -> float:

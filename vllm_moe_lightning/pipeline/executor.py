@@ -10,13 +10,18 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from vllm_moe_lightning.device.base import Device, Event, Stream
 from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError
 from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath
-from vllm_moe_lightning.pipeline.coroutine import LAYER_ENTRY, LayerEntry, MicroBatchCoroutine, yield_to_executor
+from vllm_moe_lightning.pipeline.coroutine import (
+    LAYER_ENTRY,
+    LayerEntry,
+    MicroBatchCoroutine,
+    yield_to_executor,
+)
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
 from vllm_moe_lightning.pipeline.schedule import Schedule, SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
@@ -65,8 +70,8 @@ class PipelineExecutor:
             Resource.D2H: device.d2h,
             Resource.H2D: device.h2d,
         }
-        self._coroutines: list[MicroBatchCoroutine[object]] = []
-        self._micro_batches: Sequence[MicroBatch[object]] = []
+        self._coroutines: list[MicroBatchCoroutine[Any]] = []
+        self._micro_batches: Sequence[MicroBatch[Any]] = []
         self._requests: dict[int, AttentionRequest] = {}
         self.in_sweep = False
 
@@ -85,7 +90,9 @@ class PipelineExecutor:
         streamed = min(self.store.layers, default=None)
         return 0 if streamed is None else self.store.num_pages(streamed)
 
-    def run_sweep(self, micro_batches: Sequence[MicroBatch[Result]], *, with_attention: bool = True) -> list[Result]:
+    def run_sweep(
+        self, micro_batches: Sequence[MicroBatch[Result]], *, with_attention: bool = True
+    ) -> list[Result]:
         """One pass of all micro-batches over all layers. Returns their results in order.
 
         An exception unwinds every micro-batch, drains the streams and leaves the executor fit for the next sweep.
@@ -94,7 +101,9 @@ class PipelineExecutor:
         path = self._attention_path(schedule.name)
         started_s = time.monotonic()
         self._micro_batches = micro_batches
-        self._coroutines = [MicroBatchCoroutine(index, batch.body) for index, batch in enumerate(micro_batches)]
+        self._coroutines = [
+            MicroBatchCoroutine(index, batch.body) for index, batch in enumerate(micro_batches)
+        ]
         self.in_sweep = True
         try:
             path.begin_sweep([batch.rows for batch in micro_batches if batch.rows is not None])
@@ -103,8 +112,10 @@ class PipelineExecutor:
                 self._launch(task, path)
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:
-                raise MoeLightningError(f"micro-batches {unfinished} did not end with the schedule {schedule.name}")
-            return [c.result for c in self._coroutines]  # type: ignore[misc]
+                raise MoeLightningError(
+                    f"micro-batches {unfinished} did not end with the schedule {schedule.name}"
+                )
+            return [coroutine.result for coroutine in self._coroutines]  # type: ignore[misc]  # all have finished
         except BaseException:
             self._abort()
             raise
@@ -129,7 +140,9 @@ class PipelineExecutor:
             self.counters.refills += 1
             for page in range(schedule.shape.pages_per_layer[streamed[0]]):
                 self.ring.launch_page(streamed[0], page)
-                self._events[TaskKey(TaskName.WEIGHT_PAGE, streamed[0], page)] = self.device.h2d.record_event()
+                self._events[TaskKey(TaskName.WEIGHT_PAGE, streamed[0], page)] = (
+                    self.device.h2d.record_event()
+                )
 
     def _launch(self, task: Task, path: AttentionPath) -> None:
         key, stream = task.key, self._streams[task.resource]
@@ -198,5 +211,7 @@ class PipelineExecutor:
     def layer_entry(self) -> None:
         """Called by the model at each decoder layer's entry: the micro-batch pauses there."""
         if not self.in_sweep:
-            raise MoeLightningError("the model was run outside of a sweep; its forward must go through the executor")
+            raise MoeLightningError(
+                "the model was run outside of a sweep; its forward must go through the executor"
+            )
         yield_to_executor(LAYER_ENTRY)

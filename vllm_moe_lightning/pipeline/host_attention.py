@@ -23,7 +23,12 @@ class HostAttention:
     """
 
     def __init__(
-        self, device: Device, pool: AttentionPool, max_tokens: int, bytes_per_token: int, fail_at: int | None = None
+        self,
+        device: Device,
+        pool: AttentionPool,
+        max_tokens: int,
+        bytes_per_token: int,
+        fail_at: int | None = None,
     ) -> None:
         self._device = device
         self._pool = pool
@@ -65,10 +70,14 @@ class HostAttention:
         """On the compute stream: Q, K and V side by side, so that they go down in one copy."""
         tokens = request.rows.num_tokens
         packed = self._region(self._qkv_device, index, request, request.values_per_token)
-        parts = [tensor[:tokens].reshape(tokens, -1) for tensor in (request.query, request.key, request.value)]
+        parts = [
+            tensor[:tokens].reshape(tokens, -1) for tensor in (request.query, request.key, request.value)
+        ]
         torch.cat(parts, dim=1, out=packed)
         if self._device.poison:
-            self._region(self._out_host, index, request, self._output_values(request)).view(torch.uint8).fill_(0xFF)
+            self._region(self._out_host, index, request, self._output_values(request)).view(
+                torch.uint8
+            ).fill_(0xFF)
             request.output.fill_(float("nan"))
 
     def offload(self, index: int, request: AttentionRequest, label: str) -> None:

@@ -27,14 +27,17 @@ class RunReport:
     def spans(self) -> list[TraceSpan]:
         """Operations recorded so far, if the device records."""
         self._spans.extend(
-            TraceSpan(r.stream, r.label, r.start_s, r.end_s, r.num_bytes) for r in self._executor.device.drain_records()
+            TraceSpan(r.stream, r.label, r.start_s, r.end_s, r.num_bytes)
+            for r in self._executor.device.drain_records()
         )
         return list(self._spans)
 
     def _since(self, stream: str) -> StreamTotals:
         now, before = self._executor.device.totals()[stream], self._totals_before[stream]
         return StreamTotals(
-            now.busy_s - before.busy_s, now.num_bytes - before.num_bytes, now.num_operations - before.num_operations
+            now.busy_s - before.busy_s,
+            now.num_bytes - before.num_bytes,
+            now.num_operations - before.num_operations,
         )
 
     def to_dict(self) -> dict[str, object]:

@@ -126,7 +126,9 @@ class _Sweep:
             streamed = self.shape.streamed
             last = self.shape.num_micro_batches - 1
             before = ordinal - 2
-            after = (_key(TaskName.POST_ATTENTION, streamed[before], last),) if before >= 0 else (SWEEP_START,)
+            after = (
+                (_key(TaskName.POST_ATTENTION, streamed[before], last),) if before >= 0 else (SWEEP_START,)
+            )
         self.emit(Resource.H2D, _key(TaskName.WEIGHT_PAGE, layer, page), *after)
 
     def block(self, ordinal: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 
 class Resource(StrEnum):
@@ -26,14 +25,17 @@ class TaskName(StrEnum):
     QKV_OFFLOAD = "qkv_offload"
     ATTENTION = "attention"
     HIDDEN_LOAD = "hidden_load"  # the attention output comes back to the device
-    POST_ATTENTION = "post_attention"  # output projection, norm, router, MoE (after the last layer: final norm too)
+    POST_ATTENTION = (
+        "post_attention"  # output projection, norm, router, MoE (after the last layer: final norm too)
+    )
     WEIGHT_PAGE = "weight_page"
     KV_LOAD = "kv_load"  # S4 only: the micro-batch's context comes to the device
     DEVICE_ATTENTION = "device_attention"  # S4 only
     KV_APPEND = "kv_append"  # S4 only: new keys and values enter the host cache
 
 
-class TaskKey(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TaskKey:
     """Names one task of a sweep. `index` is the micro-batch, or the page for weight_page."""
 
     name: TaskName

@@ -17,8 +17,9 @@ from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
 ISAS = attention.available_isas()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Reference and kernel read the same inputs and both add up in fp32, so what may differ is the order of adding
-# (the absolute part: logits and outputs are of order 1, sums have up to a few thousand terms) and the rounding
-# of the result to its dtype: half a unit in the last of 8 or 11 significant bits (the relative part).
+# (the absolute part: logits and outputs are of order 1, sums have up to a few thousand terms) and the
+# rounding of the result to its dtype: half a unit in the last of 8 or 11 significant bits (the relative
+# part).
 TOLERANCES = {
     torch.float32: {"rtol": 1e-5, "atol": 2e-5},
     torch.bfloat16: {"rtol": 2**-8, "atol": 2e-5},
@@ -129,6 +130,20 @@ def test_every_16_bit_value_comes_through_a_context_of_one_unchanged(isa: str, d
     batch.value = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(256, 1, 256)
     batch.key = torch.zeros_like(batch.value)
     torch.testing.assert_close(batch.run(isa), batch.value, rtol=0, atol=0, equal_nan=True)
+
+
+@all_isas
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_halfway_between_two_16_bit_values_round_to_even(isa: str, dtype: torch.dtype) -> None:
+    batch = Batch(Case((2,) * 256, (1,) * 256, num_heads=1, num_kv_heads=1, head_dim=256, dtype=dtype))
+    patterns = torch.arange(-(2**15), 2**15).view(256, 1, 256)
+    batch.key = torch.zeros(256, 1, 256, dtype=dtype)
+    batch.value = patterns.to(torch.int16).view(dtype)
+    neighbours = (patterns + 1).to(torch.int16).view(dtype)
+    batch.kv_cache[batch.block_table[:, 0].long(), :, 0, 0] = 0  # equal logits: the result is the mean
+    batch.kv_cache[batch.block_table[:, 0].long(), :, 1, 0] = neighbours
+    mean = (neighbours.float() + batch.value.float()) * 0.5
+    torch.testing.assert_close(batch.run(isa), mean.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @all_isas

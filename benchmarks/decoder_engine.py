@@ -1,0 +1,225 @@
+"""The engine around the plain decoder (torch_decoder.py): sequences, steps, and all the parts put together.
+
+What integration/ does inside vLLM, in its shortest form: cut a step into micro-batches, run a sweep, put the hidden
+states back in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from benchmarks.torch_decoder import Attend, DecoderConfig, MoeDecoder, kernel_attention, reference_attention
+from vllm_moe_lightning.config import MoeLightningConfig
+from vllm_moe_lightning.device.base import Device
+from vllm_moe_lightning.kernels.attention import AttentionPool
+from vllm_moe_lightning.kv_cache import HostKvCache
+from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
+from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
+from vllm_moe_lightning.pipeline.batching import balanced_micro_batches
+from vllm_moe_lightning.pipeline.coroutine import yield_to_executor
+from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
+from vllm_moe_lightning.pipeline.executor import MicroBatch, PipelineExecutor
+from vllm_moe_lightning.pipeline.host_attention import HostAttention
+from vllm_moe_lightning.policy.policy import fixed_policy
+from vllm_moe_lightning.weights.store import PagedWeightStore
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows that take part in one step. S rows, T tokens."""
+
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]  # new tokens included
+    rows: AttentionRows
+
+    def groups(self, num_micro_batches: int) -> list[list[int]]:
+        return balanced_micro_batches(self.query_lens, self.seq_lens, num_micro_batches)
+
+    def select(self, rows: Sequence[int]) -> tuple[torch.Tensor, AttentionRows]:
+        """Some rows' tokens (indices into the step), and their part of the metadata."""
+        starts = self.rows.query_start.tolist()
+        tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows])
+        index = torch.tensor(rows)
+        return tokens, AttentionRows(
+            block_table=self.rows.block_table[index],
+            query_start=_starts([self.query_lens[row] for row in rows]),
+            seq_lens=self.rows.seq_lens[index],
+            slot_mapping=self.rows.slot_mapping[tokens],
+        )
+
+
+def _starts(query_lens: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0).to(torch.int32)
+
+
+class Sequences:
+    """Sequences that grow step by step, each over its own blocks, dealt out at random as a block manager would."""
+
+    def __init__(self, num_seqs: int, max_len: int, block_size: int = 16, seed: int = 0) -> None:
+        self.block_size = block_size
+        blocks_per_seq = -(-max_len // block_size)
+        self.num_blocks = num_seqs * blocks_per_seq
+        rng = torch.Generator().manual_seed(seed)
+        dealt = torch.randperm(self.num_blocks, generator=rng).to(torch.int32)
+        self._block_table = dealt.view(num_seqs, blocks_per_seq)
+        self.lens = [0] * num_seqs
+
+    def step(self, query_lens: Sequence[int], token_ids: torch.Tensor) -> Step:
+        """Appends query_lens[i] tokens to sequence i; 0: it sits this step out. token_ids: [sum(query_lens)]"""
+        taking_part = [row for row, length in enumerate(query_lens) if length]
+        lens = tuple(query_lens[row] for row in taking_part)
+        positions = torch.cat([torch.arange(self.lens[row], self.lens[row] + query_lens[row]) for row in taking_part])
+        for row in taking_part:
+            self.lens[row] += query_lens[row]
+        seq_lens = tuple(self.lens[row] for row in taking_part)
+        table = self._block_table[taking_part]
+        row_of_token = torch.repeat_interleave(torch.arange(len(lens)), torch.tensor(lens))
+        blocks = table[row_of_token, positions // self.block_size].long()
+        rows = AttentionRows(
+            block_table=table,
+            query_start=_starts(lens),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
+        )
+        return Step(token_ids, positions, lens, seq_lens, rows)
+
+
+def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, *, poison: bool = False) -> list[HostKvCache]:
+    """One host cache per layer; NaN bytes under poison, so that a read of a row nobody wrote shows."""
+    numel = num_blocks * block_size * config.kv_block_numel_per_token
+    caches = []
+    for layer in range(config.num_layers):
+        storage = torch.zeros(numel, dtype=config.dtype)
+        if poison:
+            storage.view(torch.uint8).fill_(0xFF)
+        caches.append(
+            HostKvCache.over(f"layer{layer}", storage, config.num_kv_heads, block_size, config.head_dim)
+        )
+    return caches
+
+
+class DecoderEngine:
+    """Device, store, attention and executor for one model. Takes over the model's experts; closes the device.
+
+    max_tokens: most tokens of a step.
+    """
+
+    def __init__(
+        self,
+        model: MoeDecoder,
+        device: Device,
+        options: MoeLightningConfig,
+        *,
+        num_blocks: int,
+        max_tokens: int,
+        block_size: int = 16,
+        attention_cpus: Sequence[int] = (),
+    ) -> None:
+        self.model, self.device = model, device
+        config, experts = model.config, model.expert_layers()
+        self.policy = fixed_policy(options, [layer.num_bytes for layer in experts])
+        self.store = PagedWeightStore(experts, self.policy, device)
+        self.caches = make_caches(config, num_blocks, block_size, poison=device.poison)
+        self.pool = AttentionPool(options.attention_threads or 1, attention_cpus)
+        host = HostAttention(
+            device, self.pool, max_tokens, config.qkv_bytes_per_token, options.debug.fail_attention_at
+        )
+        self._cpu_path = CpuAttentionPath(host)
+        self._device_path = DeviceAttentionPath(host, device, lambda layer: self.caches[layer])
+        self.executor = PipelineExecutor(
+            device, self.store, self._path_for, config.num_layers, self.policy, options.debug.remove_wait
+        )
+
+    def _path_for(self, schedule: str) -> AttentionPath:
+        return self._device_path if schedule == "s4" else self._cpu_path
+
+    def _attend(self, rows: AttentionRows) -> Attend:
+        options = self.model.config.options
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            output = torch.empty_like(query)
+            yield_to_executor(AttentionRequest(query, key, value, output, self.caches[layer], rows, options))
+            return output
+
+        return attend
+
+    def step(self, step: Step) -> torch.Tensor:
+        """Hidden states [T, H] of the step's tokens."""
+        groups = step.groups(self.executor.policy.num_micro_batches)
+        shares = [step.select(rows) for rows in groups]
+
+        def body_of(tokens: torch.Tensor, rows: AttentionRows) -> Callable[[], torch.Tensor]:
+            return lambda: self.model.forward(
+                step.token_ids[tokens], step.positions[tokens], self._attend(rows), self.executor.layer_entry
+            )
+
+        results = self.executor.run_sweep([MicroBatch(body_of(*share), share[1]) for share in shares])
+        hidden = results[0].new_empty((len(step.token_ids), results[0].shape[-1]))
+        for (tokens, _), result in zip(shares, results, strict=True):
+            hidden[tokens] = result
+        return hidden
+
+    def dummy_step(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """A sweep without attention, as vLLM's warm-up does it."""
+        positions = torch.arange(len(token_ids))
+        [hidden] = self.executor.run_sweep(
+            [
+                MicroBatch(
+                    lambda: self.model.forward(token_ids, positions, no_attention, self.executor.layer_entry), None
+                )
+            ],
+            with_attention=False,
+        )
+        return hidden
+
+    def close(self) -> None:
+        self.device.close()
+        self.pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def no_attention(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(query)
+
+
+def plain_step(
+    model: MoeDecoder,
+    caches: Sequence[HostKvCache],
+    step: Step,
+    num_micro_batches: int = 1,
+    *,
+    attention: Callable[[DecoderConfig, Sequence[HostKvCache], AttentionRows], Attend] = kernel_attention,
+) -> torch.Tensor:
+    """The same step without the engine. Matrix products round differently for other numbers of rows, so a bit-exact
+    comparison needs the engine's micro-batches and its kernel; `reference_attention` and one micro-batch need neither.
+    """
+    hidden = torch.empty(len(step.token_ids), model.config.hidden, dtype=model.config.dtype)
+    for rows in step.groups(num_micro_batches):
+        tokens, selected = step.select(rows)
+        attend = attention(model.config, caches, selected)
+        hidden[tokens] = model.forward(step.token_ids[tokens], step.positions[tokens], attend)
+    return hidden
+
+
+__all__ = [
+    "DecoderEngine",
+    "Sequences",
+    "Step",
+    "make_caches",
+    "plain_step",
+    "reference_attention",
+]

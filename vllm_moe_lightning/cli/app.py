@@ -1,0 +1,85 @@
+"""The command `vllm-moe-lightning`. Each subcommand imports what it needs when it runs, so that help is instant."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    help="Run mixture-of-experts models that are larger than the device, inside vLLM.",
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `run` a subcommand while it is the only one."""
+
+
+class Schedule(StrEnum):
+    cgopipe = "cgopipe"
+    serial = "serial"
+    s2 = "s2"
+    s3 = "s3"
+    s4 = "s4"
+
+
+@app.command()
+def run(
+    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face checkpoint.")],
+    prompts: Annotated[
+        Path, typer.Option(help="Text, a prompt a line (\\n for newlines), or JSONL with 'prompt'.")
+    ],
+    report: Annotated[Path | None, typer.Option(help="Where the figures go, as JSON.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where prompts and answers go, as JSONL.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    seed: Annotated[int, typer.Option()] = 0,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or auto.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 256,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="Host memory for keys and values.")] = 1.0,
+    num_micro_batches: Annotated[int, typer.Option(min=1)] = 4,
+    num_resident_layers: Annotated[int, typer.Option(min=0, help="MoE layers that stay on the device.")] = 0,
+    page_mib: Annotated[float | None, typer.Option(help="Size of one transfer.")] = None,
+    schedule: Annotated[Schedule, typer.Option()] = Schedule.cgopipe,
+    device_memory_mib: Annotated[float | None, typer.Option(help="Budget of the emulated device.")] = None,
+    h2d_gb_per_s: Annotated[float | None, typer.Option(help="Speed of the emulated link.")] = None,
+    trace_file: Annotated[Path | None, typer.Option(help="Chrome trace of the last sweeps.")] = None,
+    show_texts: Annotated[bool, typer.Option(help="Print the answers.")] = True,
+) -> None:
+    """Answer a file of prompts with the experts paged, and report what moved and what was busy."""
+    from vllm_moe_lightning.integration.bulk_run import BulkJob, run_bulk_job
+
+    given = {
+        "num_micro_batches": num_micro_batches,
+        "num_resident_layers": num_resident_layers,
+        "page_mib": page_mib,
+        "schedule": schedule.value,
+        "device_memory_mib": device_memory_mib,
+        "h2d_gb_per_s": h2d_gb_per_s,
+        "trace_file": None if trace_file is None else str(trace_file.absolute()),
+    }
+    job = BulkJob(
+        model=model,
+        prompts_file=prompts,
+        options={name: value for name, value in given.items() if value is not None},
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        kv_cache_bytes=int(kv_cache_gib * 2**30),
+    )
+    run_bulk_job(job, report_file=report, output_file=output, show_texts=show_texts)
+
+
+def main() -> None:
+    app()

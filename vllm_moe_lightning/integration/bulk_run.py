@@ -1,0 +1,158 @@
+"""The bulk runner: a file of prompts in, texts and a report of what the pipeline did out."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_moe_lightning.config import OPTIONS_KEY, parse_options
+from vllm_moe_lightning.integration.register import WORKER_CLS
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class BulkJob:
+    model: Path
+    prompts_file: Path
+    options: dict[str, Any]
+    """Under additional_config["moe_lightning"]."""
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    kv_cache_bytes: int = 1 << 30
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Prompts of a text file (a line each, `\\n` stands for a newline) or of a JSONL file (key "prompt").
+
+    Raises ValueError naming the line that is not as it should be.
+    """
+    lines = [
+        (number, line) for number, line in enumerate(file.read_text().splitlines(), start=1) if line.strip()
+    ]
+    if not lines:
+        raise ValueError(f"{file} holds no prompts")
+    if file.suffix != ".jsonl":
+        return [line.replace("\\n", "\n") for _, line in lines]
+    prompts = []
+    for number, line in lines:
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f'{file}, line {number}: expected a JSON object with "prompt", got {line!r}'
+            ) from error
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f'{file}, line {number}: "prompt" must be text, got {prompt!r}')
+        prompts.append(prompt)
+    return prompts
+
+
+def run_bulk_job(
+    job: BulkJob, *, report_file: Path | None = None, output_file: Path | None = None, show_texts: bool = True
+) -> dict[str, Any]:
+    """Load the model, answer all prompts, print texts and the table. Returns the report."""
+    parse_options(job.options)  # before vLLM starts any process
+    prompts = read_prompts(job.prompts_file)
+    if not (job.model / "config.json").is_file():
+        raise ValueError(f"{job.model} is not a checkpoint folder: it has no config.json")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(job.model),
+        worker_cls=WORKER_CLS,
+        additional_config={OPTIONS_KEY: job.options},
+        dtype=job.dtype,
+        seed=job.seed,
+        max_model_len=job.max_model_len,
+        max_num_seqs=job.max_num_seqs,
+        kv_cache_memory_bytes=job.kv_cache_bytes,
+        enforce_eager=True,
+    )
+    llm.collective_rpc("moe_lightning_reset")
+    started_s = time.monotonic()
+    outputs = llm.generate(
+        prompts,
+        SamplingParams(temperature=job.temperature, max_tokens=job.max_tokens, seed=job.seed),
+        use_tqdm=True,
+    )
+    duration_s = time.monotonic() - started_s
+    (stats,) = llm.collective_rpc("moe_lightning_stats")
+    texts = [output.outputs[0].text for output in outputs]
+    report = _report(job, outputs, duration_s, stats)
+    console = Console()
+    if show_texts:
+        for prompt, text in zip(prompts, texts, strict=True):
+            console.print(f"[bold]{_escaped(prompt)}[/bold]{_escaped(text)}\n", highlight=False)
+    console.print(_table(report))
+    if output_file is not None:
+        output_file.parent.mkdir(parents=True, exist_ok=True)
+        rows = [json.dumps({"prompt": p, "text": t}) for p, t in zip(prompts, texts, strict=True)]
+        output_file.write_text("\n".join(rows) + "\n")
+    if report_file is not None:
+        report_file.parent.mkdir(parents=True, exist_ok=True)
+        report_file.write_text(json.dumps(report, indent=2) + "\n")
+        console.print(f"report: {report_file}")
+    return report
+
+
+def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str, Any]) -> dict[str, Any]:
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    generated_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return {
+        "model": str(job.model),
+        "prompts": len(outputs),
+        "prompt_tokens": prompt_tokens,
+        "generated_tokens": generated_tokens,
+        "duration_s": duration_s,
+        "tokens_per_s": generated_tokens / duration_s,
+        **stats,
+    }
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def _table(report: dict[str, Any]) -> Table:
+    """One table of what the issue of a run is: speed, what moved, what was busy, under which policy."""
+    device = report["device"]
+    table = Table(title=f"moe_lightning, device: {device}", show_header=False)
+    policy = report["policy"]
+    streamed, resident = len(policy["streamed_layers"]), len(policy["resident_layers"])
+    experts = report["expert_bytes_on_host"] / (1 if not resident else streamed / (streamed + resident))
+    rows = [
+        ("generated tokens per second", f"{report['tokens_per_s']:.1f}"),
+        (
+            "prompts, prompt tokens, generated tokens",
+            f"{report['prompts']}, {report['prompt_tokens']}, {report['generated_tokens']}",
+        ),
+        ("sweeps over the layers", f"{report['sweeps']}"),
+        ("pages moved to the device", f"{report['pages_moved']} ({report['bytes_paged'] / MIB:.1f} MiB)"),
+        (
+            "experts on the device",
+            f"{report['expert_bytes_on_device'] / MIB:.1f} of {experts / MIB:.1f} MiB "
+            f"({report['expert_bytes_on_device'] / experts:.0%})",
+        ),
+        ("link busy (host to device)", f"{report['link_busy']:.1%} of sweep time"),
+        ("CPU attention busy", f"{report['cpu_attention_busy']:.1%} of sweep time"),
+        ("waiting", f"{report['wait_s']:.2f} s of {report['sweep_s']:.2f} s in sweeps"),
+        (
+            "policy in force",
+            f"{policy['schedule']}, {policy['num_micro_batches']} micro-batches, look-ahead {policy['lookahead']}, "
+            f"{streamed} layers streamed, {resident} resident, pages of {policy['page_bytes'] / MIB:.2f} MiB",
+        ),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
