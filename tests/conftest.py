@@ -14,17 +14,13 @@ import pytest
 STOCK_PRELOAD = {"dbrx": ["vllm_moe_lightning.integration.dbrx:apply"]}
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "integration: starts a vLLM engine (a second or more each)")
-
-
 def _key(*parts: Any) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`checkpoint("mixtral", num_layers=4, sliding_window=32)`: arguments of write_checkpoint. Read only: it is shared."""
+    """`checkpoint("mixtral", num_layers=4, sliding_window=32)`: arguments of write_checkpoint. Shared, so read only."""
     from tests.helpers.checkpoints import write_checkpoint
 
     folders: dict[str, Path] = {}

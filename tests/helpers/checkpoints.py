@@ -30,10 +30,11 @@ VOCAB_SIZE = 258
 # (hence routing entropy, attention sharpness and rounding error) look the same at every width.
 WEIGHT_STD, BASE_WIDTH = 0.2, 128
 
-# Seeds whose greedy paths over the standard prompts have no near tie (smallest top-2 logit gap over 1536 steps: 4.9e-4 at
-# the default number of layers, 2.1e-4 at 4 layers), while float32 log-probabilities of two correct implementations
-# differ by up to 6e-5: exact equality is then a fair demand. Other shapes: look at OracleResult.smallest_gap.
-DEFAULT_SEEDS = {"mixtral": 3, "dbrx": 0, "qwen3_moe": 1, "qwen2_moe": 2, "olmoe": 0}
+# Exact equality in float32 is a fair demand only without near ties: of the best two logits at a step, or of the last
+# expert chosen and the next one. Over the 64 standard prompts these seeds keep the former 2e-4 apart and the latter
+# 1e-5, at the default number of layers and at 4, while two correct implementations differ by 6e-5 at most in
+# log-probabilities. Other shapes: look at OracleResult.smallest_gap and smallest_router_gap.
+DEFAULT_SEEDS = {"mixtral": 3, "dbrx": 1, "qwen3_moe": 4, "qwen2_moe": 1, "olmoe": 0}
 
 _COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -134,9 +135,9 @@ def write_checkpoint(
 
     `overrides` are keys of config.json (`hidden_size=256`, `sliding_window=32`, `tie_word_embeddings=True`,
     `num_experts=60`; nested dicts are merged). `max_shard_size` ("200KB" or bytes) gives an index and shards.
-    `experts_layout`: one tensor per expert, "fused" 3-D tensors [experts, 2 * intermediate, hidden], "mixed" (odd layers
-    fused), or "fused_swapped" (gate and up exchanged: a negative control). `write_lm_head` overrules the default of
-    writing the output head unless it is tied to the embedding; a head beside tied embeddings holds other values.
+    `experts_layout`: one tensor per expert, "fused" 3-D tensors [experts, 2 * intermediate, hidden], "mixed" (odd
+    layers fused), or "fused_swapped" (gate and up exchanged: a negative control). `write_lm_head` overrules the default
+    of writing the output head unless it is tied to the embedding; a head beside tied embeddings holds other values.
     """
     if arch not in ARCHITECTURES:
         raise ValueError(f"arch must be one of {ARCHITECTURES}, got {arch!r}")
@@ -207,9 +208,7 @@ class _Draw:
         return torch.cat(blocks) * (WEIGHT_STD * math.sqrt(BASE_WIDTH))
 
 
-def _llama_like_tensors(
-    config: dict[str, Any], draw: _Draw, experts_layout: str
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _llama_like_tensors(config: dict[str, Any], draw: _Draw, experts_layout: str) -> Iterator[tuple[str, torch.Tensor]]:
     arch, hidden = config["model_type"], config["hidden_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads

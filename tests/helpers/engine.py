@@ -74,9 +74,9 @@ class Rpc:
 class Job:
     """Prompts (token ids, or texts) answered by one `LLM.generate` call.
 
-    `sampling`: arguments of SamplingParams on top of GREEDY, one dict for all prompts or one per prompt. `before`: calls
-    made first; a reconfiguration between two jobs goes here. `stats`: method asked after the job where the plugin is in
-    force, None for none.
+    `sampling`: arguments of SamplingParams on top of GREEDY, one dict for all prompts or one per prompt. `before`:
+    calls made first; a reconfiguration between two jobs goes here. `stats`: method asked after the job where the
+    plugin is in force, None for none.
     """
 
     prompts: Sequence[Sequence[int] | str]
@@ -228,7 +228,8 @@ class _ForkServer:
 
     def run(self, files: Mapping[str, str], environment: Mapping[str, str], timeout_s: float) -> int | None:
         """The exit code, None for a time-out."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         order = json.dumps({**files, "environment": dict(environment)})
         self._process.stdin.write(order.encode() + b"\n")
         self._process.stdin.flush()

@@ -147,7 +147,7 @@ def _serve_forks() -> None:
     import vllm.v1.worker.cpu_worker
 
     if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
-        import vllm.v1.worker.cpu.model_runner  # noqa: F401
+        import vllm.v1.worker.cpu.model_runner
 
     vllm.model_executor.models.registry._run_in_subprocess = _run_in_fork
     gc.collect()

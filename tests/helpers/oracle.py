@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The independent oracle: transformers, greedy, eager attention, one prompt at a time (so no padding can matter).
 
-Also gives what makes an exact comparison fair or not: the gap between the best two logits at every step, the gap between
-the last expert chosen and the next one (a near tie there swaps experts, which is no rounding error any more), and how
-many different tokens an answer has.
+Also gives what makes an exact comparison fair or not: the gap between the best two logits at every step, the gap
+between the last expert chosen and the next one (a near tie there swaps experts, which is no rounding error any more),
+and how many different tokens an answer has.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def greedy(
         with torch.inference_mode():
             model = _load(model_folder, dtype)
             routers = _Routers(model)
-            answers = [
-                (*_continue(model, prompt, max_tokens), routers.take_smallest_gap()) for prompt in prompts
-            ]
+            answers = [(*_continue(model, prompt, max_tokens), routers.take_smallest_gap()) for prompt in prompts]
     finally:
         torch.set_num_threads(num_threads)
     return OracleResult(*(list(part) for part in zip(*answers, strict=True)), routers.expert_counts())
@@ -82,7 +80,8 @@ def assert_same_tokens(answers: Sequence[Sequence[int]], oracle: OracleResult, w
             )
         else:
             differences.append(f"prompt {index} has {len(answer)} tokens, not {len(expected)}")
-    assert not differences, f"{what}: {len(differences)} of {len(answers)} answers differ: " + "; ".join(differences[:8])
+    listed = "; ".join(differences[:8])
+    assert not differences, f"{what}: {len(differences)} of {len(answers)} answers differ: {listed}"
 
 
 def _load(model_folder: Path | str, dtype: torch.dtype) -> Any:

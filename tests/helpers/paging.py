@@ -82,7 +82,7 @@ def assert_pages_are_exact(job: JobResult, model: Path, *, resident: Sequence[in
     pages = [math.ceil(num_bytes / page_bytes()) for num_bytes in layer_bytes]
     first = next((layer for layer, count in enumerate(pages) if count), None)
     sweeps, refills = stats["sweeps"] + stats["dummy_sweeps"], stats["refills"]
-    assert stats["pages_per_sweep"] == sum(pages)
+    assert stats["pages_per_sweep"] == sum(pages), (stats, pages)
     assert stats["pages_of_first_layer"] == (0 if first is None else pages[first])
     assert stats["pages_moved"] == sum(pages) * sweeps + (0 if first is None else refills * pages[first])
     assert stats["bytes_paged"] == sum(layer_bytes) * sweeps + (

@@ -30,6 +30,7 @@ def test_drawn_models_make_equality_a_strong_and_fair_demand(arch, hf_result):
     assert oracle.fewest_distinct_tokens >= NUM_NEW_TOKENS // 2, "answers collapse to a few tokens"
     assert len({tuple(tokens) for tokens in oracle.token_ids}) == len(oracle.token_ids), "prompts do not matter"
     assert oracle.smallest_gap > 1e-4, "a near tie: two correct implementations may differ"
+    assert oracle.smallest_router_gap > 5e-6, "a near tie of two experts"
     for counts in oracle.expert_counts:
         assert min(counts) > 0.25 * sum(counts) / len(counts), f"an expert is hardly used: {counts}"
 

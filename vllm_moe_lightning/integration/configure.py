@@ -6,12 +6,14 @@ that names the flag to drop.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_moe_lightning.checkpoint import check_checkpoint
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_options
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.compat import require_ledger
@@ -34,6 +36,7 @@ def configure(vllm_config: Any) -> None:
     options = options_of(vllm_config)
     _refuse_conflicts(vllm_config)
     _refuse_device(options)
+    _check_checkpoint(vllm_config)
 
     parallel = vllm_config.parallel_config
     if parallel.worker_cls not in ("auto", WORKER_CLS):
@@ -59,6 +62,14 @@ def configure(vllm_config: Any) -> None:
         vllm_config.model_config.enforce_eager = True
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
+def _check_checkpoint(vllm_config: Any) -> None:
+    """A model on the hub is vLLM's to fetch: what lies in its cache is not looked at."""
+    model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
+    folder = Path(model.model)
+    if folder.is_dir():
+        check_checkpoint(folder, model.hf_config.to_dict(), str(load_format))
 
 
 def _refuse_device(options: MoeLightningConfig) -> None:

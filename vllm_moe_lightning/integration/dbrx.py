@@ -16,6 +16,7 @@ import inspect
 from collections.abc import Iterable
 from typing import Any
 
+_NOT_AS_EXPECTED = "cannot patch DBRX's weight loading: DbrxModel.load_weights is not as in vLLM 0.32; use 0.32 or 0.33"
 _OLD = ".ffn.experts.mlp."
 _NEW = ".ffn.experts.routed_experts.mlp."
 
@@ -37,11 +38,11 @@ def apply() -> None:
         source = inspect.getsource(load_weights)
         parameters = list(inspect.signature(load_weights).parameters)
     except (ImportError, AttributeError, OSError) as error:
-        raise RuntimeError(f"cannot patch DBRX's weight loading: {_NOT_AS_EXPECTED} ({error})") from error
+        raise RuntimeError(f"{_NOT_AS_EXPECTED} ({error})") from error
     if hasattr(load_weights, "_maps_expert_names") or "routed_experts" in source:
         return
     if parameters != ["self", "weights"] or "mlp.{weight_name}" not in source:
-        raise RuntimeError(f"cannot patch DBRX's weight loading: {_NOT_AS_EXPECTED}")
+        raise RuntimeError(_NOT_AS_EXPECTED)
 
     @functools.wraps(load_weights)
     def load_weights_with_mapped_names(self: Any, weights: Iterable[tuple[str, Any]]) -> set[str]:
@@ -49,6 +50,3 @@ def apply() -> None:
 
     load_weights_with_mapped_names._maps_expert_names = True  # type: ignore[attr-defined]
     DbrxModel.load_weights = load_weights_with_mapped_names
-
-
-_NOT_AS_EXPECTED = "vllm.model_executor.models.dbrx.DbrxModel.load_weights differs from the one in vLLM 0.32; use vLLM 0.32 or 0.33"

@@ -1,0 +1,382 @@
+"""The hierarchical roofline model: seconds of every task, sweep and job. MILP, simulator and explain all call this.
+
+A task's time follows from its kernels' (kernel_costs); a sweep's is Eq. 12 over six resources, summed
+over all layers because resident and streamed layers differ. Memory is memory_model's business; the artifact's own
+formulas are in paper_model. Not in the model: traffic between GPUs, and uneven routing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import TypeVar
+
+from vllm_moe_lightning.hardware import HardwareProfile
+from vllm_moe_lightning.kernel_costs import (
+    Machine,
+    attention_work,
+    experts_work,
+    head_s,
+    post_attention_kernel_s,
+    pre_attention_kernel_s,
+)
+from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.pipeline.tasks import Task, TaskName
+from vllm_moe_lightning.policy.policy import MAX_AUTO_PAGE_BYTES, MIN_AUTO_PAGE_BYTES
+from vllm_moe_lightning.workload import (
+    HrmPolicy,
+    SweepLoad,
+    Workload,
+    decode_load,
+    num_prefill_sweeps,
+    prefill_load,
+    steady_load,
+)
+
+_Key = TypeVar("_Key")
+
+
+class HrmResource(StrEnum):
+    GPU = "gpu"
+    CPU = "cpu"
+    H2D = "h2d"
+    D2H = "d2h"
+    HOST_MEMORY = "host_memory"
+    """The bus that CPU attention and both directions of the link share."""
+    DISK = "disk"
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """Bytes over the link, in copies; a copy costs the link's latency."""
+
+    num_bytes: float = 0.0
+    num_copies: float = 0.0
+
+    def __add__(self, other: _Copies) -> _Copies:
+        return _Copies(self.num_bytes + other.num_bytes, self.num_copies + other.num_copies)
+
+    def times(self, factor: float) -> _Copies:
+        return _Copies(self.num_bytes * factor, self.num_copies * factor)
+
+    def time_s(self, bytes_per_s: float, latency_s: float) -> float:
+        return self.num_copies * latency_s + self.num_bytes / bytes_per_s
+
+
+def pages_per_layer(spec: MoeModelSpec, policy: HrmPolicy) -> int:
+    """Pages of a streamed layer under the engine's automatic page size."""
+    layer_bytes = spec.expert_layer_bytes
+    page = min(max(layer_bytes / policy.num_micro_batches, MIN_AUTO_PAGE_BYTES), MAX_AUTO_PAGE_BYTES)
+    return max(1, -int(-layer_bytes // page))
+
+
+def hidden_via_host(policy: HrmPolicy, load: SweepLoad) -> bool:
+    """The paper's prefill: more hidden states than the GPU holds, so they wait on the host between layers."""
+    return policy.prefill_tokens_per_sweep is None and load.prefill_seqs > 0 and load.decode_seqs == 0
+
+
+@dataclass(frozen=True)
+class TaskCosts:
+    """Seconds of each task of one micro-batch, as if it had its resource and the host's memory to itself."""
+
+    pre_attention_s: float
+    attention_s: float
+    """Decode attention on the CPU."""
+    device_attention_s: float
+    """Decode attention on the GPU."""
+    moe_post_attention_s: float
+    dense_post_attention_s: float
+    cpu_experts_s: float
+    """Experts of a layer that is not resident, under ffn_on_gpu = False."""
+    qkv_offload: _Copies
+    hidden_load: _Copies
+    kv_load: _Copies
+    weight_page: _Copies
+    num_dense_layers: int
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    latency_s: float
+    kv_append_s: float
+    slowdown: Mapping[HrmResource, float]
+    """Factor by which the sweep's contention stretches the tasks of a resource."""
+
+    def duration_s(self, task: Task) -> float:
+        """For `pipeline.simulator.simulate`. Dense layers are taken to be the first ones."""
+        stretch = self.slowdown
+        match task.key.name:
+            case TaskName.PRE_ATTENTION:
+                return self.pre_attention_s
+            case TaskName.POST_ATTENTION:
+                dense = task.key.layer < self.num_dense_layers
+                return self.dense_post_attention_s if dense else self.moe_post_attention_s
+            case TaskName.ATTENTION:
+                return self.attention_s * stretch[HrmResource.CPU]
+            case TaskName.KV_APPEND:
+                return self.kv_append_s * stretch[HrmResource.CPU]
+            case TaskName.DEVICE_ATTENTION:
+                return self.device_attention_s
+            case TaskName.QKV_OFFLOAD:
+                return self._d2h_s(self.qkv_offload) * stretch[HrmResource.D2H]
+            case TaskName.HIDDEN_LOAD:
+                return self._h2d_s(self.hidden_load) * stretch[HrmResource.H2D]
+            case TaskName.KV_LOAD:
+                return self._h2d_s(self.kv_load) * stretch[HrmResource.H2D]
+            case TaskName.WEIGHT_PAGE:
+                return self._h2d_s(self.weight_page) * stretch[HrmResource.H2D]
+            case _:
+                return 0.0
+
+    def _h2d_s(self, copies: _Copies) -> float:
+        return copies.time_s(self.h2d_bytes_per_s, self.latency_s)
+
+    def _d2h_s(self, copies: _Copies) -> float:
+        return copies.time_s(self.d2h_bytes_per_s, self.latency_s)
+
+
+@dataclass(frozen=True)
+class SweepCost:
+    """How long one sweep keeps each resource busy."""
+
+    busy_s: Mapping[HrmResource, float]
+    overhead_s: float
+
+    @property
+    def time_s(self) -> float:
+        # Eq. 12: a sweep is as slow as its busiest resource, because CGOPipe overlaps all of them.
+        return max(self.busy_s.values()) + self.overhead_s
+
+    @property
+    def bottleneck(self) -> HrmResource:
+        return max(self.busy_s, key=lambda resource: self.busy_s[resource])
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """The tasks of one micro-batch and what they add up to over a sweep."""
+
+    spec: MoeModelSpec
+    machine: Machine
+    policy: HrmPolicy
+    load: SweepLoad
+
+    def tasks(self) -> TaskCosts:
+        spec, machine, policy, load = self.spec, self.machine, self.policy, self.load
+        link, overheads = machine.profile.link, machine.profile.overheads
+        dense_s, moe_s, experts_s = post_attention_kernel_s(spec, machine, load)
+        on_gpu = policy.attention_on_gpu
+        attention_flops, attention_bytes = attention_work(spec, load)
+        decodes = load.decode_seqs > 0
+        copied = self._copied_per_token_layer()
+        pages = pages_per_layer(spec, policy)
+        return TaskCosts(
+            pre_attention_s=pre_attention_kernel_s(spec, machine, load),
+            attention_s=machine.cpu_attention_s(attention_flops, attention_bytes) + overheads.cpu_task_s
+            if decodes and not on_gpu
+            else 0.0,
+            device_attention_s=machine.gpu_attention_s(attention_flops, attention_bytes) if decodes and on_gpu else 0.0,
+            moe_post_attention_s=moe_s + (experts_s if policy.ffn_on_gpu else 0.0),
+            dense_post_attention_s=dense_s,
+            cpu_experts_s=0.0 if policy.ffn_on_gpu else machine.cpu_gemm_s(*experts_work(spec, load.tokens)),
+            qkv_offload=_Copies(copied.offload_bytes, 1.0),
+            hidden_load=_Copies(copied.load_bytes, 1.0 if copied.load_bytes else 0.0),
+            kv_load=_Copies(copied.context_bytes, 1.0 if copied.context_bytes else 0.0),
+            weight_page=_Copies(spec.expert_layer_bytes / pages, 1.0),
+            num_dense_layers=spec.num_dense_layers,
+            h2d_bytes_per_s=link.h2d_bytes_per_s,
+            d2h_bytes_per_s=link.d2h_bytes_per_s,
+            latency_s=link.latency_s,
+            kv_append_s=overheads.cpu_task_s if on_gpu else 0.0,
+            slowdown=MappingProxyType(dict.fromkeys(HrmResource, 1.0)),
+        )
+
+    def _copied_per_token_layer(self) -> _LayerCopies:
+        spec, policy, load = self.spec, self.policy, self.load
+        width = spec.widths.activation_bytes
+        on_host = 1.0 - policy.kv_gpu_ratio
+        new_kv_bytes = load.tokens * spec.kv_bytes_per_token_layer * on_host
+        hidden_bytes = load.tokens * spec.hidden * width if hidden_via_host(policy, load) else 0.0
+        if policy.attention_on_gpu:
+            read = load.decode_seqs * spec.mean_context_read(load.decode_context)
+            context_bytes = read * spec.kv_bytes_per_token_layer * on_host
+            return _LayerCopies(new_kv_bytes + hidden_bytes, hidden_bytes, context_bytes)
+        query_bytes = load.decode_seqs * spec.attention.q_elements_per_token * width
+        out_bytes = load.decode_seqs * spec.attention.out_elements_per_token * width
+        return _LayerCopies(new_kv_bytes + query_bytes + hidden_bytes, out_bytes + hidden_bytes, 0.0)
+
+
+@dataclass(frozen=True)
+class _LayerCopies:
+    """Bytes of one micro-batch and layer, weights apart."""
+
+    offload_bytes: float
+    load_bytes: float
+    context_bytes: float
+
+
+def _busy_s(
+    spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad
+) -> Mapping[HrmResource, float]:
+    """Seconds per resource. Affine in num_resident_layers, kv_gpu_ratio and num_disk_layers, which `sweep_terms`
+    relies on."""
+    n, layers, dense = policy.num_micro_batches, spec.num_layers, spec.num_dense_layers
+    machine = Machine(profile)
+    share = load.divided(n)
+    tasks = _MicroBatch(spec, machine, policy, share).tasks()
+    streamed = spec.num_moe_layers - policy.num_resident_layers
+    resident = policy.num_resident_layers
+
+    gpu_s = layers * tasks.pre_attention_s + layers * tasks.device_attention_s
+    gpu_s += dense * tasks.dense_post_attention_s + spec.num_moe_layers * tasks.moe_post_attention_s
+    cpu_s = layers * (tasks.attention_s + tasks.kv_append_s)
+    _, attention_bytes = attention_work(spec, share)
+    cpu_bytes = 0.0 if policy.attention_on_gpu else layers * n * attention_bytes
+    offload = tasks.qkv_offload.times(layers * n)
+    load_up = (tasks.hidden_load + tasks.kv_load).times(layers * n)
+    if policy.ffn_on_gpu:
+        load_up += tasks.weight_page.times(pages_per_layer(spec, policy) * streamed)
+    else:
+        hidden = _Copies(share.tokens * spec.hidden * spec.widths.activation_bytes, 1.0)
+        offload += hidden.times(streamed * n)
+        load_up += hidden.times(streamed * n)
+        gpu_s += resident * machine.gpu_gemm_s(*experts_work(spec, share.tokens))
+        cpu_s += streamed * tasks.cpu_experts_s
+        cpu_bytes += streamed * n * experts_work(spec, share.tokens)[1]
+    disk_bytes = policy.num_disk_layers * spec.expert_layer_bytes
+
+    link = profile.link
+    h2d_s = load_up.time_s(link.h2d_bytes_per_s, link.latency_s)
+    d2h_s = offload.time_s(link.d2h_bytes_per_s, link.latency_s)
+    against = link.slowdown_per_opposite_s
+    host_bytes = cpu_bytes + load_up.num_bytes + offload.num_bytes + disk_bytes
+    busy = {
+        HrmResource.GPU: n * gpu_s + head_s(spec, machine, load),
+        HrmResource.CPU: n * cpu_s,
+        # Two directions that overlap for x seconds do share * x of work each, so the longer one, a, takes
+        # a + b * (1 / share - 1) beside the shorter one, b; the same line for b is then the lower bound.
+        HrmResource.H2D: h2d_s + against * d2h_s,
+        HrmResource.D2H: d2h_s + against * h2d_s,
+        HrmResource.HOST_MEMORY: host_bytes / profile.cpu.bandwidth_bytes_per_s,
+        HrmResource.DISK: disk_bytes / profile.disk.read_bytes_per_s if profile.disk else 0.0,
+    }
+    return MappingProxyType(busy)
+
+
+def _check_policy(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy) -> None:
+    layers = policy.num_resident_layers + policy.num_disk_layers
+    if layers > spec.num_moe_layers + 1e-9:
+        raise ValueError(f"{policy} places {layers} of only {spec.num_moe_layers} MoE layers of {spec.name}")
+    if policy.num_disk_layers and profile.disk is None:
+        raise ValueError(f"{profile.name} has no disk to read {policy.num_disk_layers} layers from")
+
+
+def sweep_cost(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad) -> SweepCost:
+    _check_policy(spec, profile, policy)
+    return SweepCost(_busy_s(spec, profile, policy, load), profile.overheads.sweep_s)
+
+
+def task_costs(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad) -> TaskCosts:
+    """Task times of an average micro-batch of the sweep, stretched where the sweep's resources get in each other's way:
+    both directions of the link, and the host's memory where CPU attention and the link ask for more than it has."""
+    busy = sweep_cost(spec, profile, policy, load).busy_s
+    tasks = _MicroBatch(spec, Machine(profile), policy, load.divided(policy.num_micro_batches)).tasks()
+    users = (HrmResource.CPU, HrmResource.H2D, HrmResource.D2H)
+    longest_s = max(busy[resource] for resource in users)
+    crowded = max(1.0, busy[HrmResource.HOST_MEMORY] / longest_s) if longest_s else 1.0
+    h2d_s, d2h_s = _solo_link_s(busy, profile.link.slowdown_per_opposite_s)
+    slowdown = dict.fromkeys(HrmResource, 1.0)
+    slowdown[HrmResource.CPU] = crowded
+    slowdown[HrmResource.H2D] = crowded * (busy[HrmResource.H2D] / h2d_s if h2d_s >= d2h_s > 0 else 1.0)
+    slowdown[HrmResource.D2H] = crowded / profile.link.bidirectional_share
+    return replace(tasks, slowdown=MappingProxyType(slowdown))
+
+
+def _solo_link_s(busy: Mapping[HrmResource, float], against: float) -> tuple[float, float]:
+    """Seconds of each direction without the other, from the two lines of `_busy_s`."""
+    h2d_s, d2h_s = busy[HrmResource.H2D], busy[HrmResource.D2H]
+    if against >= 1.0:  # the directions take turns: the lines are equal and can't be told apart
+        return h2d_s, d2h_s
+    det = 1.0 - against * against
+    return (h2d_s - against * d2h_s) / det, (d2h_s - against * h2d_s) / det
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A quantity that depends on the policy's continuous choices along straight lines."""
+
+    constant: float
+    per_resident_layer: float
+    per_kv_gpu_ratio: float
+    per_disk_layer: float
+
+    def at(self, policy: HrmPolicy) -> float:
+        return (
+            self.constant
+            + self.per_resident_layer * policy.num_resident_layers
+            + self.per_kv_gpu_ratio * policy.kv_gpu_ratio
+            + self.per_disk_layer * policy.num_disk_layers
+        )
+
+
+def affine_terms(quantity: Callable[[HrmPolicy], Mapping[_Key, float]], policy: HrmPolicy) -> dict[_Key, Affine]:
+    """The lines of a formula that is known to be affine, by evaluating it at the origin and one step along each axis:
+    so a solver's coefficients can't drift from the formula."""
+    origin = replace(policy, num_resident_layers=0, kv_gpu_ratio=0.0, num_disk_layers=0)
+    base = quantity(origin)
+    resident = quantity(replace(origin, num_resident_layers=1))
+    kv = quantity(replace(origin, kv_gpu_ratio=1.0)) if policy.attention_on_gpu else base
+    disk = quantity(replace(origin, num_disk_layers=1))
+    return {
+        key: Affine(value, resident[key] - value, kv[key] - value, disk[key] - value) for key, value in base.items()
+    }
+
+
+def sweep_terms(
+    spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad
+) -> Mapping[HrmResource, Affine]:
+    """Busy seconds of each resource as lines, for a solver; the policy's own continuous choices are ignored."""
+    return affine_terms(lambda choice: _busy_s(spec, profile, choice, load), policy)
+
+
+@dataclass(frozen=True)
+class JobCost:
+    """A static batch from its prompts to its last token, or one sweep of the steady state."""
+
+    prefill: SweepCost | None
+    decode: SweepCost
+    num_prefill_sweeps: float
+    num_decode_sweeps: float
+    num_tokens: float
+    """Generated in all these sweeps."""
+
+    @property
+    def time_s(self) -> float:
+        prefill_s = self.prefill.time_s * self.num_prefill_sweeps if self.prefill else 0.0
+        return prefill_s + self.decode.time_s * self.num_decode_sweeps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.time_s
+
+
+def static_batch_cost(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy) -> JobCost:
+    """The paper's way: prefill N prompts, then gen_len - 1 decode sweeps of all of them."""
+    return JobCost(
+        prefill=sweep_cost(spec, profile, policy, prefill_load(workload, policy)),
+        decode=sweep_cost(spec, profile, policy, decode_load(workload, policy)),
+        num_prefill_sweeps=num_prefill_sweeps(workload, policy),
+        num_decode_sweeps=workload.gen_len - 1,
+        num_tokens=policy.batch_size * workload.gen_len,
+    )
+
+
+def steady_state_cost(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy) -> JobCost:
+    """Continuous batching: every sweep carries decode tokens and the prompts that take the places of finished ones."""
+    return JobCost(
+        prefill=None,
+        decode=sweep_cost(spec, profile, policy, steady_load(workload, policy)),
+        num_prefill_sweeps=0.0,
+        num_decode_sweeps=1.0,
+        num_tokens=float(policy.batch_size),
+    )

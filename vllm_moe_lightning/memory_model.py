@@ -1,0 +1,142 @@
+"""What a policy takes of device and host memory, item by item, in the engine's layout.
+
+Decides nothing: `MemoryNeed` says what is needed and what there is, and the planner compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from vllm_moe_lightning.cost_model import Affine, affine_terms, hidden_via_host, pages_per_layer
+from vllm_moe_lightning.hardware import HardwareProfile
+from vllm_moe_lightning.kernel_costs import LOGITS_BYTES
+from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.policy.policy import NUM_SLOTS
+from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload
+
+# Logits in float32, and the copy that sampling works on.
+LOGITS_COPIES = 2
+# Hidden state and residual of every token of a sweep.
+HIDDEN_COPIES = 2
+# Gate and up side by side, and their product.
+MOE_INTERMEDIATES = 3
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes by item, and what may be used."""
+
+    items: Mapping[str, float]
+    budget_bytes: int
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(self.items.values())
+
+    @property
+    def free_bytes(self) -> float:
+        return self.budget_bytes - self.total_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.budget_bytes
+
+
+def _activation_bytes(spec: MoeModelSpec, micro_batch: SweepLoad) -> float:
+    """Widest point of a forward pass over a micro-batch: experts' inputs, gate and up, their product, outputs; or
+    Q, K, V and the attention output."""
+    k, width = spec.top_k, spec.widths.activation_bytes
+    experts = k * (2 * spec.hidden + MOE_INTERMEDIATES * spec.expert_intermediate)
+    ffn = max(experts, 3 * max(spec.shared_intermediate, spec.dense_intermediate))
+    attention = spec.attention.q_elements_per_token + spec.attention.kv_elements_per_token
+    attention += spec.attention.out_elements_per_token
+    return micro_batch.tokens * max(ffn, attention) * width
+
+
+def _staging_bytes(spec: MoeModelSpec, policy: HrmPolicy, micro_batch: SweepLoad) -> float:
+    """Packed Q, K, V on their way down and attention outputs on their way up, for `lookahead` micro-batches."""
+    attention, width = spec.attention, spec.widths.activation_bytes
+    down = micro_batch.tokens * spec.kv_bytes_per_token_layer
+    down += micro_batch.decode_seqs * attention.q_elements_per_token * width
+    up = micro_batch.decode_seqs * attention.out_elements_per_token * width
+    return min(policy.lookahead, policy.num_micro_batches) * (down + up)
+
+
+def kv_bytes(spec: MoeModelSpec, workload: Workload, policy: HrmPolicy) -> float:
+    """KV cache of N sequences at their full length: admission reserves it, so that none is ever preempted."""
+    return policy.batch_size * workload.final_context * spec.kv_bytes_per_token
+
+
+def _gpu_items(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy, peak: SweepLoad
+) -> Mapping[str, float]:
+    share = peak.divided(policy.num_micro_batches)
+    hidden_tokens = share.tokens * 2 if hidden_via_host(policy, peak) else peak.tokens
+    hidden_tokens = max(hidden_tokens, float(policy.batch_size))
+    hidden_bytes = spec.hidden * spec.widths.activation_bytes
+    context = workload.final_context * spec.kv_bytes_per_token_layer
+    frames = NUM_SLOTS * policy.micro_batch_size * context if policy.attention_on_gpu else 0.0
+    streams = policy.ffn_on_gpu and policy.num_resident_layers < spec.num_moe_layers
+    return MappingProxyType(
+        {
+            "weights that stay (attention, embeddings, shared experts)": spec.always_resident_bytes,
+            "resident experts": policy.num_resident_layers * spec.expert_layer_bytes,
+            "slots of streamed experts": NUM_SLOTS * spec.expert_layer_bytes if streams else 0.0,
+            # Every GPU holds the whole hidden state; the rest is split among them.
+            "hidden states": hidden_tokens * hidden_bytes * HIDDEN_COPIES * profile.gpu.num_gpus,
+            "activations of a micro-batch": _activation_bytes(spec, share),
+            "staging": _staging_bytes(spec, policy, share),
+            "logits": max(peak.seqs, policy.batch_size) * spec.vocab * LOGITS_BYTES * LOGITS_COPIES,
+            "KV cache on the GPU": policy.kv_gpu_ratio * kv_bytes(spec, workload, policy),
+            "KV frames": frames * (1.0 - policy.kv_gpu_ratio),
+        }
+    )
+
+
+def _host_items(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy, peak: SweepLoad
+) -> Mapping[str, float]:
+    on_host = spec.num_moe_layers - policy.num_resident_layers - policy.num_disk_layers
+    share = peak.divided(policy.num_micro_batches)
+    page_bytes = spec.expert_layer_bytes / pages_per_layer(spec, policy)
+    hidden = peak.tokens * spec.hidden * spec.widths.activation_bytes if hidden_via_host(policy, peak) else 0.0
+    return MappingProxyType(
+        {
+            "streamed experts": on_host * spec.expert_layer_bytes,
+            "staging of disk pages": NUM_SLOTS * page_bytes if profile.disk is not None else 0.0,
+            "KV cache": (1.0 - policy.kv_gpu_ratio) * kv_bytes(spec, workload, policy),
+            "hidden states": hidden,
+            "staging": _staging_bytes(spec, policy, share),
+        }
+    )
+
+
+def gpu_memory(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy, peak: SweepLoad
+) -> MemoryNeed:
+    """Of all GPUs together. `peak`: the largest sweep, which is the prefill or the steady state's."""
+    return MemoryNeed(_gpu_items(spec, profile, workload, policy, peak), profile.gpu_memory_budget_bytes)
+
+
+def host_memory(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy, peak: SweepLoad
+) -> MemoryNeed:
+    return MemoryNeed(_host_items(spec, profile, workload, policy, peak), profile.host_memory_budget_bytes)
+
+
+def memory_terms(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy, peak: SweepLoad
+) -> tuple[Affine, Affine]:
+    """(GPU, host) bytes as lines in the continuous choices, as long as at least one layer is streamed: with all
+    resident the slots are not needed, and the need is less than the line says."""
+
+    def totals(choice: HrmPolicy) -> dict[str, float]:
+        return {
+            "gpu": sum(_gpu_items(spec, profile, workload, choice, peak).values()),
+            "host": sum(_host_items(spec, profile, workload, choice, peak).values()),
+        }
+
+    terms = affine_terms(totals, policy)
+    return terms["gpu"], terms["host"]

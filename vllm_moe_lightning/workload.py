@@ -1,0 +1,130 @@
+"""What is asked for and how it is cut: the workload, the policy, and what one sweep over the layers carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Many requests of one kind. Lengths in tokens."""
+
+    prompt_len: float
+    """Mean. For prompts padded to the longest, the longest."""
+    gen_len: int
+    prompt_len_max: int | None = None
+    """Of the longest prompt; None: all are about as long as the mean."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_len >= 1 or self.gen_len < 1:
+            raise ValueError(f"prompt and generation need at least one token each, got {self}")
+        if self.prompt_len_max is not None and self.prompt_len_max < self.prompt_len:
+            raise ValueError(f"the longest prompt is shorter than the mean: {self}")
+
+    @property
+    def mean_decode_context(self) -> float:
+        """Cached tokens that a decode step reads, averaged over the generation."""
+        return self.prompt_len + self.gen_len / 2
+
+    @property
+    def final_context(self) -> float:
+        return self.prompt_len + self.gen_len
+
+
+@dataclass(frozen=True)
+class HrmPolicy:
+    """The paper's 6-tuple (N, mu, A_g, F_g, r_w, r_c) in the engine's terms."""
+
+    micro_batch_size: int
+    """Sequences of a micro-batch: mu."""
+    num_micro_batches: int
+    attention_on_gpu: bool = False
+    """A_g: decode attention on the GPU, the context brought to it over the link."""
+    ffn_on_gpu: bool = True
+    """F_g: experts computed on the GPU. If not, those of layers that are not resident run on the CPU."""
+    num_resident_layers: float = 0
+    """MoE layers whose experts stay on the GPU. Whole in the engine; a fraction in relaxations and for the paper's
+    r_w, which keeps some experts of every layer."""
+    kv_gpu_ratio: float = 0.0
+    """r_c: share of the KV cache on the GPU; only with attention there."""
+    num_disk_layers: float = 0
+    """MoE layers whose experts are read from disk every sweep, for want of host memory."""
+    prefill_tokens_per_sweep: int | None = None
+    """Most prompt tokens of a prefill sweep. None: the paper's prefill, all prompts of the batch in one sweep, a
+    micro-batch's hidden states on the host while the others run."""
+    lookahead: int = 2
+
+    def __post_init__(self) -> None:
+        if self.micro_batch_size < 1 or self.num_micro_batches < 1 or self.lookahead < 1:
+            raise ValueError(f"micro-batch size, count and look-ahead must be at least 1: {self}")
+        if not 0.0 <= self.kv_gpu_ratio <= 1.0:
+            raise ValueError(f"kv_gpu_ratio must be in [0, 1], got {self.kv_gpu_ratio}")
+        if self.kv_gpu_ratio and not self.attention_on_gpu:
+            raise ValueError("KV on the GPU needs attention_on_gpu")
+        if self.num_resident_layers < 0 or self.num_disk_layers < 0:
+            raise ValueError(f"layer counts can't be negative: {self}")
+        if self.prefill_tokens_per_sweep is not None and self.prefill_tokens_per_sweep < 1:
+            raise ValueError(f"prefill_tokens_per_sweep must be positive, got {self.prefill_tokens_per_sweep}")
+
+    @property
+    def batch_size(self) -> int:
+        """N, sequences of all micro-batches."""
+        return self.micro_batch_size * self.num_micro_batches
+
+
+@dataclass(frozen=True)
+class SweepLoad:
+    """What one sweep, or one micro-batch of it, carries. Averages, so not whole numbers."""
+
+    decode_seqs: float = 0.0
+    """Sequences that each get one new token."""
+    decode_context: float = 0.0
+    """Cached tokens that each of them reads, on average."""
+    prefill_seqs: float = 0.0
+    prefill_len: float = 0.0
+
+    @property
+    def prefill_tokens(self) -> float:
+        return self.prefill_seqs * self.prefill_len
+
+    @property
+    def tokens(self) -> float:
+        return self.decode_seqs + self.prefill_tokens
+
+    @property
+    def seqs(self) -> float:
+        """Rows of logits: each sequence samples one token."""
+        return self.decode_seqs + self.prefill_seqs
+
+    def divided(self, parts: float) -> SweepLoad:
+        """One of `parts` equal shares."""
+        return SweepLoad(self.decode_seqs / parts, self.decode_context, self.prefill_seqs / parts, self.prefill_len)
+
+
+def decode_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
+    """A decode sweep half-way through the generation."""
+    return SweepLoad(decode_seqs=policy.batch_size, decode_context=workload.mean_decode_context)
+
+
+def num_prefill_sweeps(workload: Workload, policy: HrmPolicy) -> float:
+    """Sweeps that the prompts of a static batch take; not rounded, since batches follow each other."""
+    if policy.prefill_tokens_per_sweep is None:
+        return 1.0
+    return max(policy.batch_size * workload.prompt_len / policy.prefill_tokens_per_sweep, 1.0)
+
+
+def prefill_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
+    seqs = policy.batch_size / num_prefill_sweeps(workload, policy)
+    return SweepLoad(prefill_seqs=seqs, prefill_len=workload.prompt_len)
+
+
+def steady_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
+    """A sweep of continuous batching with all N slots taken: in gen_len sweeps every slot turns over once, so each
+    sweep prefills N / gen_len prompts (which gives their first token) and decodes the rest."""
+    starting = policy.batch_size / workload.gen_len
+    return SweepLoad(
+        decode_seqs=policy.batch_size - starting,
+        decode_context=workload.mean_decode_context,
+        prefill_seqs=starting,
+        prefill_len=workload.prompt_len,
+    )
