@@ -140,9 +140,7 @@ def unknown_experts(shapes: Shapes, config: Mapping[str, Any]) -> list[str]:
     if model is None:
         return []
     known = {name for template in model.layout.sizes for name in model.expand(template)}
-    return [
-        full for stored in model.experts_of(shapes).values() for name, full in stored.items() if name not in known
-    ]
+    return [full for stored in model.experts_of(shapes).values() for name, full in stored.items() if name not in known]
 
 
 def incomplete_layers(shapes: Shapes, config: Mapping[str, Any]) -> list[str]:
@@ -187,10 +185,10 @@ def _missing_beside_experts(shapes: Shapes, model: _Model) -> list[str]:
     stack, experts = f"{model.layout.stack}.", f"{model.layout.experts}."
     names: dict[int, set[str]] = {layer: set() for layer in range(model.num_layers)}
     for name in shapes:
-        layer, _, rest = name.removeprefix(stack).partition(".")
-        is_ours = name.startswith(stack) and layer.isdigit() and int(layer) in names
+        number, _, rest = name.removeprefix(stack).partition(".")
+        is_ours = name.startswith(stack) and number.isdigit() and int(number) in names
         if is_ours and rest.endswith((".weight", ".bias")) and not rest.startswith(experts):
-            names[int(layer)].add(rest)
+            names[int(number)].add(rest)
     kinds: dict[bool, set[str]] = defaultdict(set)
     for layer, found in names.items():
         kinds[layer in model.dense_layers] |= found

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that run inside the engine's process, for what `Job` cannot say: aborts, refusals, raw log-probabilities.
 
-`call("answers_in_detail", prompts=[...])` goes into `Job.before`, and its result into `JobResult.rpc_results`; the engine
-needs `preload=[PRELOAD]`. Works on a machine with one worker inside the engine's process, the default of `run_engine`.
+`call("answers_in_detail", prompts=[...])` goes into `Job.before`, and its result into `JobResult.rpc_results`; the
+engine needs `preload=[PRELOAD]`. Engine core and worker must live in that one process, as `run_engine` has it.
 """
 
 from __future__ import annotations
@@ -58,22 +58,23 @@ def try_each(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for index, request in enumerate(requests):
         try:
             _add(llm, str(index), request["prompt"], request.get("sampling"))
-        except Exception as error:  # noqa: BLE001 - what is refused, and how, is the result
+        except Exception as error:  # what is refused, and how, is the result
             results[str(index)] = {"error": f"{type(error).__name__}: {error}"}
     results.update(_run_dry(llm))
     return [results[str(index)] for index in range(len(requests))]
 
 
-def run_with_aborts(llm: Any, requests: list[dict[str, Any]], aborts: list[list[Any]]) -> dict[str, Any]:
-    """Adds all requests, then steps; before step `s` aborts request `i` for each [s, i] in `aborts`.
-
-    Returns the answers of those that finished, by index, and the number of steps.
+def run_steps(llm: Any, requests: list[dict[str, Any]], aborts: list[list[int]] = ()) -> dict[str, Any]:
+    """Adds each request before step `at_step` (0 if not given), and before step s aborts request i for [s, i] in
+    `aborts`. Returns the answers of those that finished, by index, and the number of steps.
     """
-    for index, request in enumerate(requests):
-        _add(llm, str(index), request["prompt"], request.get("sampling"))
     answers: dict[str, Any] = {}
+    waiting = dict(enumerate(requests))
     step = 0
-    while llm.llm_engine.has_unfinished_requests():
+    while waiting or llm.llm_engine.has_unfinished_requests():
+        for index in [i for i, request in waiting.items() if request.get("at_step", 0) <= step]:
+            request = waiting.pop(index)
+            _add(llm, str(index), request["prompt"], request.get("sampling"))
         for when, index in aborts:
             if when == step:
                 llm.llm_engine.abort_request([str(index)])

@@ -6,12 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.helpers.checkpoints import ARCHITECTURES
 from tests.helpers.engine import EngineFailedError, Job
 from tests.helpers.engine_call import call, calls, result_of
 from tests.helpers.oracle import OracleResult, assert_same_tokens
-from tests.helpers.paging import assert_micro_batches, assert_pages_are_exact, reconfigured, run_paged
+from tests.helpers.paging import assert_micro_batches, assert_pages_are_exact, reconfigured, run_paged, run_stock
+from tests.helpers.prompt_logprobs import distances_from_float32
 from tests.helpers.prompts import NUM_NEW_TOKENS, standard_prompts
 
 pytestmark = pytest.mark.integration
@@ -20,6 +22,7 @@ MICRO_BATCHES = (1, 2, 3, 7)
 # Runner V2 goes through Triton's interpreter, about 20 times slower: few and short prompts, few tokens.
 V2_PROMPTS, V2_PROMPT_TOKENS, V2_TOKENS = 8, 70, 6
 LOGPROB_TOLERANCE = 1e-4  # float32; two correct implementations of the sums differ by up to 6e-5
+NEAR_TIE = 1e-4  # a narrower choice between two experts may fall either way, and then log-probabilities jump
 
 SCHEDULES = ("cgopipe", "serial", "s2", "s3", "s4")
 ALL_RACE_SWITCHES = {"poison": True, "check_hazards": True}
@@ -63,17 +66,16 @@ def ours_v2(checkpoint):
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_tokens_equal_stock_vllm_and_transformers_for_any_number_of_micro_batches(
-    arch, ours, hf_result, stock_result
-):
+def test_tokens_equal_stock_vllm_and_transformers_for_any_number_of_micro_batches(arch, ours, hf_result, stock_result):
     oracle, stock = hf_result(arch), stock_result(arch)
     assert_same_tokens(stock.token_ids, oracle, f"stock vLLM, {arch}")
     for job, count in zip(ours(arch).jobs, MICRO_BATCHES, strict=False):
         what = f"{arch}, {count} micro-batches"
         assert_same_tokens(job.token_ids, oracle, what)
         assert job.token_ids == stock.token_ids, what
-        for mine, theirs in zip(job.logprobs, stock.jobs[0].logprobs, strict=True):
-            assert mine == pytest.approx(theirs, abs=LOGPROB_TOLERANCE)
+        for mine, theirs, router_gap in zip(job.logprobs, oracle.logprobs, oracle.router_gaps, strict=True):
+            if router_gap > NEAR_TIE:
+                assert mine == pytest.approx(theirs, abs=LOGPROB_TOLERANCE), what
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -115,14 +117,14 @@ def test_model_runner_v2_gives_the_same_tokens_for_any_number_of_micro_batches(
 def test_every_schedule_gives_the_same_tokens_and_moves_the_same_pages(checkpoint, hf_result):
     """One engine walks through all of them, so that a change of schedule between steps is tried as well."""
     model, oracle = checkpoint("mixtral", num_layers=3), hf_result("mixtral", num_prompts=12, num_layers=3)
-    oracle = shortened(oracle, 12)
+    oracle = shortened(oracle, 6)
     settings = [
         {"schedule": schedule, "num_micro_batches": count, "lookahead": lookahead}
         for schedule in SCHEDULES
         for count, lookahead in ((1, 2), (3, 1), (4, 2), (7, 5))
     ]
     prompts = standard_prompts(12)
-    jobs = [Job(prompts, {"max_tokens": 12}, before=reconfigured(**setting)) for setting in settings]
+    jobs = [Job(prompts, {"max_tokens": 6}, before=reconfigured(**setting)) for setting in settings]
     result = run_paged(model, jobs, debug={"check_hazards": True})
     for job, setting in zip(result.jobs, settings, strict=True):
         assert_same_tokens(job.token_ids, oracle, str(setting))
@@ -152,40 +154,35 @@ def test_no_timing_of_the_copies_changes_a_token(schedule, debug, checkpoint, hf
 def test_model_runner_v2_is_free_of_races_as_well(checkpoint, hf_result):
     prompts = standard_prompts(V2_PROMPTS, max_tokens=V2_PROMPT_TOKENS)
     jobs = [Job(prompts, {"max_tokens": V2_TOKENS, "logprobs": None}, before=reconfigured(num_micro_batches=3))]
-    result = run_paged(
-        checkpoint("mixtral"), jobs, runner="v2", debug={"copy_timing": "lazy", **ALL_RACE_SWITCHES}
-    )
+    result = run_paged(checkpoint("mixtral"), jobs, runner="v2", debug={"copy_timing": "lazy", **ALL_RACE_SWITCHES})
     assert_same_tokens(result.token_ids, hf_result("mixtral", prompts=prompts, max_tokens=V2_TOKENS), "lazy, V2")
 
 
-REMOVABLE_WAITS = (
-    "qkv_offload<-pre_attention",
-    "attention<-qkv_offload",
-    "hidden_load<-attention",
-    "post_attention<-hidden_load",
-    "post_attention<-weight_page",
+@pytest.mark.parametrize(
+    ("schedule", "wait", "reaches_the_tokens"),
+    [
+        ("cgopipe", "attention<-qkv_offload", True),
+        ("cgopipe", "hidden_load<-attention", True),
+        ("cgopipe", "post_attention<-hidden_load", True),
+        ("s4", "post_attention<-weight_page", True),
+        ("s4", "device_attention<-kv_load", True),
+        # The emulated device's compute stream is the launching thread itself, so a copy launched after a computation
+        # can't be early there: only the hazard check can tell.
+        ("cgopipe", "qkv_offload<-pre_attention", False),
+        ("cgopipe", "weight_page<-post_attention", False),
+    ],
 )
-
-
-@pytest.mark.parametrize("wait", REMOVABLE_WAITS)
-def test_a_removed_wait_is_noticed(wait, checkpoint, hf_result):
-    """Negative control. The hazard check stops the run; without it, wrong bytes reach the tokens.
-
-    `qkv_offload<-pre_attention` costs no token on the emulated device, whose compute stream is the launching thread
-    itself, so that the copy can't be early: only the hazard check can tell.
-    """
-    prompts = standard_prompts(6)
+def test_a_removed_wait_is_noticed(schedule, wait, reaches_the_tokens, checkpoint, hf_result):
+    """B03, negative control: the hazard check stops the run, and without it wrong bytes reach the tokens."""
+    model, prompts = checkpoint("mixtral"), standard_prompts(6)
     job = Job(prompts, {"max_tokens": 6})
+    options = {"schedule": schedule, "num_micro_batches": 3}
     with pytest.raises(EngineFailedError, match="HazardError"):
-        run_paged(checkpoint("mixtral"), [job], debug={"remove_wait": wait, "check_hazards": True})
-    if wait == "qkv_offload<-pre_attention":
-        return
-    debug = {"remove_wait": wait, "copy_timing": "lazy", "poison": True}
-    try:
-        result = run_paged(checkpoint("mixtral"), [job], debug=debug)
-    except EngineFailedError:
-        return  # NaN log-probabilities cannot be written down, and that is a failed run
-    assert result.token_ids != shortened(hf_result("mixtral", num_prompts=6), 6).token_ids
+        run_paged(model, [job], options=options, debug={"remove_wait": wait, "check_hazards": True})
+    if reaches_the_tokens:
+        debug = {"remove_wait": wait, "copy_timing": "lazy", "poison": True}
+        result = run_paged(model, [job], options=options, debug=debug)
+        assert result.token_ids != shortened(hf_result("mixtral", num_prompts=6), 6).token_ids
 
 
 def test_chunked_prefill_and_mixed_steps_give_the_same_tokens(checkpoint, hf_result):
@@ -212,7 +209,16 @@ def test_chunked_prefill_and_mixed_steps_give_the_same_tokens(checkpoint, hf_res
         ("qwen3_moe", {"num_layers": 4, "mlp_only_layers": [0, 2]}, 0, ()),
         ("qwen2_moe", {"num_layers": 4, "mlp_only_layers": [1, 3]}, 1, (2,)),
     ],
-    ids=["one-layer", "odd", "one-resident", "two-resident", "one-streamed", "all-resident", "dense-first", "dense-last"],
+    ids=[
+        "one-layer",
+        "odd",
+        "one-resident",
+        "two-resident",
+        "one-streamed",
+        "all-resident",
+        "dense-first",
+        "dense-last",
+    ],
 )
 def test_any_number_of_streamed_layers_gives_the_same_tokens(
     arch, options, num_resident, resident, checkpoint, hf_result
@@ -277,16 +283,11 @@ def test_seeded_sampling_draws_the_same_tokens_as_stock_vllm(checkpoint, stock_r
 
 
 def test_log_probabilities_of_answers_and_prompts_are_close_to_stock_vllm(checkpoint):
-    from tests.helpers.engine import run_engine
-    from tests.helpers.engine_call import PRELOAD
-
     prompts = standard_prompts(9)
     # vLLM computes prompt log-probabilities chunk by chunk, so small chunks are the harder case.
     engine_args = {"max_num_batched_tokens": 64, "max_num_seqs": 9}
     asked = call("answers_in_detail", prompts=prompts, sampling={"max_tokens": 8, "logprobs": 5, "prompt_logprobs": 3})
-    stock = run_engine(
-        checkpoint("olmoe"), [calls(asked)], plugin=False, engine_args=engine_args, preload=[PRELOAD]
-    )
+    stock = run_stock(checkpoint("olmoe"), [calls(asked)], engine_args=engine_args)
     expected = result_of(stock.jobs[0])
     jobs = [calls(*reconfigured(num_micro_batches=n), asked) for n in (1, 4)]
     for job in run_paged(checkpoint("olmoe"), jobs, engine_args=engine_args).jobs:
@@ -304,3 +305,29 @@ def assert_close(mine, theirs):
     for entry, other in zip(mine, theirs, strict=True):
         assert [token for token, _ in entry] == [token for token, _ in other]
         assert [value for _, value in entry] == pytest.approx([value for _, value in other], abs=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_bfloat16_is_the_same_for_any_number_of_micro_batches_and_as_near_to_float32_as_stock(arch, checkpoint):
+    """B34. Measured against transformers in float32 on the same (bfloat16) weights, prompts and answers.
+
+    Prompts are the same tokens in both engines. Their largest differences, 1.8 to 8.5 on these wide-drawn models, come
+    from routers that choose another expert after rounding, at the same places in both (stock 6.68, 8.49, 4.85, 2.08,
+    1.77; ours 6.68, 8.48, 4.88, 2.08, 1.77 in the order of ARCHITECTURES), so the maximum gets a quarter of slack for
+    a flip of its own, and the mean a tenth. Answers differ between the engines after the first flipped token, and each
+    is measured on its own: there only the mean is comparable.
+    """
+    model, prompts = checkpoint(arch, dtype=torch.bfloat16), standard_prompts(24)
+    asked = call("answers_in_detail", prompts=prompts, sampling={"max_tokens": 16, "prompt_logprobs": 0})
+    engine_args = {"dtype": "bfloat16"}
+    stock = run_stock(model, [calls(asked)], engine_args=engine_args)
+    jobs = [calls(*reconfigured(num_micro_batches=n), asked) for n in MICRO_BATCHES]
+    ours, *split = [result_of(job, 2) for job in run_paged(model, jobs, engine_args=engine_args).jobs]
+    for answers in split:
+        assert answers == ours  # tokens and all log-probabilities, bit for bit
+
+    stock_prompt, stock_answer = distances_from_float32(model, prompts, result_of(stock.jobs[0]))
+    our_prompt, our_answer = distances_from_float32(model, prompts, ours)
+    assert our_prompt.max() <= 1.25 * stock_prompt.max()
+    assert our_prompt.mean() <= 1.1 * stock_prompt.mean()
+    assert our_answer.mean() <= 1.25 * stock_answer.mean()

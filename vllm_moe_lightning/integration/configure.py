@@ -81,8 +81,8 @@ def _refuse_device(options: MoeLightningConfig) -> None:
             )
         return
     raise UnsupportedError(
-        f"moe_lightning runs on vLLM's CPU build so far (device 'emulated'); the device for {current_platform.device_name!r}"
-        " is not finished; drop --worker-cls to run stock vLLM"
+        "moe_lightning runs on vLLM's CPU build so far (device 'emulated'); the device for "
+        f"{current_platform.device_name!r} is not finished; drop --worker-cls to run stock vLLM"
     )
 
 

@@ -27,6 +27,10 @@ def register() -> None:
     def apply_config_platform_defaults(vllm_config: Any) -> None:
         original(vllm_config)
         if is_asked_for(vllm_config):
+            # First: with another vLLM, the imports of our other files may fail, and with less than a sentence.
+            from vllm_moe_lightning.integration.compat import require_ledger
+
+            require_ledger()
             from vllm_moe_lightning.integration.configure import configure
 
             configure(vllm_config)

@@ -128,6 +128,8 @@ class AttentionTask:
         sinks: torch.Tensor | None = None,  # [Hq] float32: a logit per head that has no value
         isa: str = "auto",
         pool: AttentionPool | None = None,
+        check_contents: bool = True,  # False: these lengths and blocks were checked for an earlier task; the C side
+        # still refuses a bad one, without saying which
     ) -> None:
         self._kept = (kv_cache, query, output, block_table, query_start, seq_lens, key, value, slot_mapping)
         self._kept_options = (sinks, pool)
@@ -156,17 +158,13 @@ class AttentionTask:
                 raise ValueError("to append, give key, value and slot_mapping; to only attend, none of them")
             _fill_append(argument, kv_cache, key, value, slot_mapping)
         if query is not None or output is not None:
-            if (
-                query is None
-                or output is None
-                or block_table is None
-                or query_start is None
-                or seq_lens is None
-            ):
+            if query is None or output is None or block_table is None or query_start is None or seq_lens is None:
                 raise ValueError("to attend, give query, output, block_table, query_start and seq_lens")
             if argument.append and key is not None and key.shape[0] != query.shape[0]:
                 raise ValueError(f"query has {query.shape[0]} tokens, key and value have {key.shape[0]}")
             _fill_attend(argument, kv_cache, query, output, sinks)
+            if check_contents:
+                _check_sequences(argument, block_table, query_start, seq_lens)
             _fill_sequences(argument, block_table, query_start, seq_lens)
         if not argument.append and not argument.attend:
             raise ValueError("nothing to do: give query and output, or key, value and slot_mapping, or all")
@@ -184,9 +182,7 @@ class AttentionTask:
 def check_cache(kv_cache: torch.Tensor) -> tuple[int, int, int, int]:
     """num_blocks, num_kv_heads, block_size and head_dim of a KV cache that the kernels can use."""
     if kv_cache.dim() != 5 or kv_cache.shape[2] != 2:
-        raise ValueError(
-            f"kv_cache must be [num_blocks, num_kv_heads, 2, block_size, head_dim], got {_show(kv_cache)}"
-        )
+        raise ValueError(f"kv_cache must be [num_blocks, num_kv_heads, 2, block_size, head_dim], got {_show(kv_cache)}")
     if kv_cache.dtype not in DTYPE_CODES:
         names = ", ".join(str(dtype) for dtype in DTYPE_CODES)
         raise ValueError(f"kv_cache must be one of {names}, got {kv_cache.dtype}")
@@ -196,9 +192,7 @@ def check_cache(kv_cache: torch.Tensor) -> tuple[int, int, int, int]:
     if min(num_blocks, num_kv_heads, block_size) < 1:
         raise ValueError(f"kv_cache has an empty dimension: {_show(kv_cache)}")
     if head_dim % HEAD_DIM_STEP != 0 or not 0 < head_dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"head_dim must be a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got {head_dim}"
-        )
+        raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got {head_dim}")
     return num_blocks, num_kv_heads, block_size, head_dim
 
 
@@ -248,7 +242,7 @@ def _fill_attend(
         argument.sinks = sinks.data_ptr()
 
 
-def _fill_sequences(
+def _check_sequences(
     argument: native.AttentionTask,
     block_table: torch.Tensor,
     query_start: torch.Tensor,
@@ -258,25 +252,16 @@ def _fill_sequences(
     _check_indices("seq_lens", seq_lens, (num_seqs,), torch.int32)
     _check_indices("query_start", query_start, (num_seqs + 1,), torch.int32)
     if block_table.dim() != 2 or (block_table.shape[1] > 1 and block_table.stride(1) != 1):
-        raise ValueError(
-            f"block_table must be [sequences, blocks] with adjacent blocks, got {_show(block_table)}"
-        )
-    if (
-        block_table.shape[0] != num_seqs
-        or block_table.dtype != torch.int32
-        or block_table.device.type != "cpu"
-    ):
-        raise ValueError(
-            f"block_table must be int32 on the host with {num_seqs} rows, got {_show(block_table)}"
-        )
+        raise ValueError(f"block_table must be [sequences, blocks] with adjacent blocks, got {_show(block_table)}")
+    if block_table.shape[0] != num_seqs or block_table.dtype != torch.int32 or block_table.device.type != "cpu":
+        raise ValueError(f"block_table must be int32 on the host with {num_seqs} rows, got {_show(block_table)}")
     query_lens = query_start.diff()
     if int(query_start[0]) < 0 or int(query_start[-1]) > argument.num_tokens or (query_lens < 0).any():
         raise ValueError(f"query_start must rise within 0..{argument.num_tokens}, got {query_start.tolist()}")
     is_read = (query_lens > 0) & (seq_lens > 0)
     if ((seq_lens < 0) | (is_read & (seq_lens < query_lens))).any():
         raise ValueError(
-            "seq_lens count the query tokens too: "
-            f"got {seq_lens.tolist()} for queries of {query_lens.tolist()} tokens"
+            f"seq_lens count the query tokens too: got {seq_lens.tolist()} for queries of {query_lens.tolist()} tokens"
         )
     # Blocks that no query reads (behind the end, before the window) may have been freed: any number will do.
     begin = (seq_lens - query_lens + 1 - argument.sliding_window).clamp(min=0) // argument.block_size
@@ -289,12 +274,18 @@ def _fill_sequences(
     columns = torch.arange(width, dtype=torch.int32)
     read_ids = block_table[(columns >= begin[:, None]) & (columns < end[:, None])]
     if ((read_ids < 0) | (read_ids >= argument.num_blocks)).any():
-        raise ValueError(
-            f"block_table names blocks outside 0..{argument.num_blocks - 1}: {block_table.tolist()}"
-        )
-    argument.num_seqs = num_seqs
+        raise ValueError(f"block_table names blocks outside 0..{argument.num_blocks - 1}: {block_table.tolist()}")
+
+
+def _fill_sequences(
+    argument: native.AttentionTask,
+    block_table: torch.Tensor,
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    argument.num_seqs = seq_lens.numel()
     argument.block_table = block_table.data_ptr()
-    argument.block_table_stride = block_table.stride(0) if num_seqs > 1 else width
+    argument.block_table_stride = block_table.stride(0) if seq_lens.numel() > 1 else block_table.shape[1]
     argument.query_start, argument.seq_lens = query_start.data_ptr(), seq_lens.data_ptr()
 
 
@@ -318,9 +309,7 @@ def _token_stride(tensor: torch.Tensor) -> int:
 def _check_indices(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     is_right = tuple(tensor.shape) == shape and tensor.dtype == dtype
     if not (is_right and tensor.device.type == "cpu" and tensor.is_contiguous()):
-        raise ValueError(
-            f"{name} must be contiguous {dtype} of shape {list(shape)} on the host, got {_show(tensor)}"
-        )
+        raise ValueError(f"{name} must be contiguous {dtype} of shape {list(shape)} on the host, got {_show(tensor)}")
 
 
 def _show(tensor: torch.Tensor) -> str:

@@ -120,9 +120,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 
 def source_hash(source_dir: Path) -> str:
     """The hash that CMakeLists.txt bakes into a library built from `source_dir` (csrc)."""
-    names = sorted(
-        [path.name for suffix in ("*.h", "*.cpp") for path in source_dir.glob(suffix)] + ["CMakeLists.txt"]
-    )
+    names = sorted([path.name for suffix in ("*.h", "*.cpp") for path in source_dir.glob(suffix)] + ["CMakeLists.txt"])
     digest = hashlib.sha256()
     for name in names:
         digest.update((source_dir / name).read_bytes())
@@ -173,6 +171,4 @@ def _refuse_stale_build(loaded: ctypes.CDLL, path: Path) -> None:
     for entry in vllm_moe_lightning.__path__:
         source_dir = Path(entry).parent / "csrc"
         if (source_dir / "CMakeLists.txt").is_file() and source_hash(source_dir) != built_from:
-            raise MoeLightningError(
-                f"{path} is stale: {source_dir} has changed since it was built; {REBUILD}"
-            )
+            raise MoeLightningError(f"{path} is stale: {source_dir} has changed since it was built; {REBUILD}")

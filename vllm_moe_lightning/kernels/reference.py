@@ -62,9 +62,7 @@ def paged_attention(
     return output
 
 
-def gather(
-    kv_cache: torch.Tensor, blocks: torch.Tensor, begin: int, end: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(kv_cache: torch.Tensor, blocks: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One sequence's keys and values at positions begin..end-1, each [end - begin, Hk, D] in float32."""
     block_size = kv_cache.shape[3]
     positions = torch.arange(begin, end)

@@ -78,9 +78,7 @@ class DeviceAttentionPath:
         if not self._frames or self._frames[0].tensor.numel() < needed:
             for frame in self._frames:
                 self._device.release(frame.name)
-            self._frames = [
-                self._device.allocate(needed, f"kv_frame[{index}]") for index in range(NUM_FRAMES)
-            ]
+            self._frames = [self._device.allocate(needed, f"kv_frame[{index}]") for index in range(NUM_FRAMES)]
 
     def _frame(self, key: TaskKey) -> Buffer:
         return self._frames[(key.layer * len(self._contexts) + key.index) % NUM_FRAMES]
@@ -124,9 +122,7 @@ class DeviceAttentionPath:
         num_bytes = len(context.host_blocks) * request.cache.block_bytes
         tokens, rows = request.rows.num_tokens, context.in_frame
         names = [self.packed_name(key.index), frame.name]
-        with self._device.compute.span(
-            str(key), reads=names, writes=[frame.name, self.output_name(key.index)]
-        ):
+        with self._device.compute.span(str(key), reads=names, writes=[frame.name, self.output_name(key.index)]):
             AttentionTask(
                 query=request.query[:tokens],
                 key=request.key[:tokens],

@@ -90,9 +90,7 @@ class PipelineExecutor:
         streamed = min(self.store.layers, default=None)
         return 0 if streamed is None else self.store.num_pages(streamed)
 
-    def run_sweep(
-        self, micro_batches: Sequence[MicroBatch[Result]], *, with_attention: bool = True
-    ) -> list[Result]:
+    def run_sweep(self, micro_batches: Sequence[MicroBatch[Result]], *, with_attention: bool = True) -> list[Result]:
         """One pass of all micro-batches over all layers. Returns their results in order.
 
         An exception unwinds every micro-batch, drains the streams and leaves the executor fit for the next sweep.
@@ -101,9 +99,7 @@ class PipelineExecutor:
         path = self._attention_path(schedule.name)
         started_s = time.monotonic()
         self._micro_batches = micro_batches
-        self._coroutines = [
-            MicroBatchCoroutine(index, batch.body) for index, batch in enumerate(micro_batches)
-        ]
+        self._coroutines = [MicroBatchCoroutine(index, batch.body) for index, batch in enumerate(micro_batches)]
         self.in_sweep = True
         try:
             path.begin_sweep([batch.rows for batch in micro_batches if batch.rows is not None])
@@ -112,9 +108,7 @@ class PipelineExecutor:
                 self._launch(task, path)
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:
-                raise MoeLightningError(
-                    f"micro-batches {unfinished} did not end with the schedule {schedule.name}"
-                )
+                raise MoeLightningError(f"micro-batches {unfinished} did not end with the schedule {schedule.name}")
             return [coroutine.result for coroutine in self._coroutines]  # type: ignore[misc]  # all have finished
         except BaseException:
             self._abort()
@@ -140,9 +134,7 @@ class PipelineExecutor:
             self.counters.refills += 1
             for page in range(schedule.shape.pages_per_layer[streamed[0]]):
                 self.ring.launch_page(streamed[0], page)
-                self._events[TaskKey(TaskName.WEIGHT_PAGE, streamed[0], page)] = (
-                    self.device.h2d.record_event()
-                )
+                self._events[TaskKey(TaskName.WEIGHT_PAGE, streamed[0], page)] = self.device.h2d.record_event()
 
     def _launch(self, task: Task, path: AttentionPath) -> None:
         key, stream = task.key, self._streams[task.resource]
@@ -211,7 +203,5 @@ class PipelineExecutor:
     def layer_entry(self) -> None:
         """Called by the model at each decoder layer's entry: the micro-batch pauses there."""
         if not self.in_sweep:
-            raise MoeLightningError(
-                "the model was run outside of a sweep; its forward must go through the executor"
-            )
+            raise MoeLightningError("the model was run outside of a sweep; its forward must go through the executor")
         yield_to_executor(LAYER_ENTRY)

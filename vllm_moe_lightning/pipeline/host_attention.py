@@ -38,6 +38,7 @@ class HostAttention:
         self._out_host = device.allocate_host(max_tokens * bytes_per_token, "attention output staging (host)")
         self._regions: list[tuple[int, int]] = []  # per micro-batch: first token, tokens
         self._bytes_per_token = bytes_per_token
+        self._checked: set[int] = set()  # rows whose lengths and blocks an earlier layer's task has checked
         self._fail_at = fail_at
         self.num_tasks = 0
 
@@ -46,6 +47,7 @@ class HostAttention:
         total = sum(entry.num_tokens for entry in rows)
         if total > self._max_tokens:
             raise ValueError(f"a step of {total} tokens, but staging was sized for {self._max_tokens}")
+        self._checked = set()
         first, self._regions = 0, []
         for entry in rows:
             self._regions.append((first, entry.num_tokens))
@@ -70,14 +72,10 @@ class HostAttention:
         """On the compute stream: Q, K and V side by side, so that they go down in one copy."""
         tokens = request.rows.num_tokens
         packed = self._region(self._qkv_device, index, request, request.values_per_token)
-        parts = [
-            tensor[:tokens].reshape(tokens, -1) for tensor in (request.query, request.key, request.value)
-        ]
+        parts = [tensor[:tokens].reshape(tokens, -1) for tensor in (request.query, request.key, request.value)]
         torch.cat(parts, dim=1, out=packed)
         if self._device.poison:
-            self._region(self._out_host, index, request, self._output_values(request)).view(
-                torch.uint8
-            ).fill_(0xFF)
+            self._region(self._out_host, index, request, self._output_values(request)).view(torch.uint8).fill_(0xFF)
             request.output.fill_(float("nan"))
 
     def offload(self, index: int, request: AttentionRequest, label: str) -> None:
@@ -126,7 +124,9 @@ class HostAttention:
             soft_cap=request.options.soft_cap,
             sinks=request.options.sinks,
             pool=self._pool,
+            check_contents=id(request.rows) not in self._checked,
         )
+        self._checked.add(id(request.rows))
         self._device.cpu.call(
             task.function,
             task.argument,

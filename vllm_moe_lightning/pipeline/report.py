@@ -27,8 +27,7 @@ class RunReport:
     def spans(self) -> list[TraceSpan]:
         """Operations recorded so far, if the device records."""
         self._spans.extend(
-            TraceSpan(r.stream, r.label, r.start_s, r.end_s, r.num_bytes)
-            for r in self._executor.device.drain_records()
+            TraceSpan(r.stream, r.label, r.start_s, r.end_s, r.num_bytes) for r in self._executor.device.drain_records()
         )
         return list(self._spans)
 

@@ -126,9 +126,7 @@ class _Sweep:
             streamed = self.shape.streamed
             last = self.shape.num_micro_batches - 1
             before = ordinal - 2
-            after = (
-                (_key(TaskName.POST_ATTENTION, streamed[before], last),) if before >= 0 else (SWEEP_START,)
-            )
+            after = (_key(TaskName.POST_ATTENTION, streamed[before], last),) if before >= 0 else (SWEEP_START,)
         self.emit(Resource.H2D, _key(TaskName.WEIGHT_PAGE, layer, page), *after)
 
     def block(self, ordinal: int) -> None:
@@ -158,7 +156,7 @@ def _pages_due(shape: SweepShape) -> dict[int, list[tuple[int, int, int]]]:
 
 
 def _cgopipe(shape: SweepShape) -> Iterator[Task]:
-    """Algorithm 1: post(i, j), then the pre-attention work `lookahead` micro-batches on; pages between hidden states."""
+    """Algorithm 1: post(i, j), then pre-attention `lookahead` micro-batches on; pages between hidden states."""
     sweep, n = _Sweep(shape), shape.num_micro_batches
     total, ahead, due = shape.num_layers * n, min(shape.lookahead, n), _pages_due(shape)
     for t in range(min(ahead, total)):

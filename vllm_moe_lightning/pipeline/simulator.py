@@ -45,7 +45,6 @@ def simulate(schedule: Schedule, duration_s: Callable[[Task], float], num_sweeps
             intervals.append(Interval(task, start_s, end_s))
     end_s = free_s[Resource.GPU]
     busy_s = {
-        resource: sum(i.end_s - i.start_s for i in intervals if i.task.resource is resource)
-        for resource in Resource
+        resource: sum(i.end_s - i.start_s for i in intervals if i.task.resource is resource) for resource in Resource
     }
     return SimulatedSweep(tuple(intervals), end_s - begin_s, busy_s)

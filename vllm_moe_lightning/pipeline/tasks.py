@@ -25,9 +25,7 @@ class TaskName(StrEnum):
     QKV_OFFLOAD = "qkv_offload"
     ATTENTION = "attention"
     HIDDEN_LOAD = "hidden_load"  # the attention output comes back to the device
-    POST_ATTENTION = (
-        "post_attention"  # output projection, norm, router, MoE (after the last layer: final norm too)
-    )
+    POST_ATTENTION = "post_attention"  # output projection, norm, router, MoE (after the last layer: final norm too)
     WEIGHT_PAGE = "weight_page"
     KV_LOAD = "kv_load"  # S4 only: the micro-batch's context comes to the device
     DEVICE_ATTENTION = "device_attention"  # S4 only

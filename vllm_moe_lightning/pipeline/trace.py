@@ -24,8 +24,7 @@ def chrome_trace(spans: Iterable[TraceSpan], *, device: str) -> dict[str, object
         {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"moe_lightning ({device})"}}
     ]
     events += [
-        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": row}}
-        for tid, row in enumerate(ROWS)
+        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": row}} for tid, row in enumerate(ROWS)
     ]
     for span in spans:
         event: dict[str, object] = {

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions for `run_engine(preload=[...])`: what happens, is hidden or is measured in the engine's process.
+
+`probe("shorten_files_after_start")` gives the preload name; `findings(result.log, "MEMORY")` what a probe printed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+MODULE_NEEDED_BY_US_ONLY = "vllm.model_executor.models.dbrx"
+MEMORY_LOCK_LIMIT_BYTES = 65536
+
+
+def probe(function: str) -> str:
+    return f"{__name__}:{function}"
+
+
+def findings(log: str, topic: str) -> list[Any]:
+    """The JSON values printed under `topic`, in order."""
+    lines = [line for line in log.splitlines() if line.startswith(f"PROBE {topic} ")]
+    return [json.loads(line.removeprefix(f"PROBE {topic} ")) for line in lines]
+
+
+def _report(topic: str, value: Any) -> None:
+    print(f"PROBE {topic} {json.dumps(value)}", flush=True)
+
+
+def _memory() -> dict[str, int]:
+    """Bytes resident now and at most, without the pages of mapped files."""
+    status = Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return {key: int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}
+
+
+def measure_memory_of_two_engines() -> None:
+    """Reports memory before, with a first engine, and with a second one after the first was deleted."""
+    from vllm import LLM, SamplingParams
+
+    construct = LLM.__init__
+
+    def construct_twice(self: Any, *args: Any, **options: Any) -> None:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        _report("MEMORY", _memory())
+        first = LLM.__new__(LLM)
+        for engine in (first, self):
+            construct(engine, *args, **options)
+            engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2), use_tqdm=False)
+            _report("MEMORY", _memory())
+            if engine is first:
+                del engine, first
+                gc.collect()
+
+    LLM.__init__ = construct_twice
+
+
+def limit_locked_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (MEMORY_LOCK_LIMIT_BYTES, MEMORY_LOCK_LIMIT_BYTES))
+
+
+def report_host_allocations() -> None:
+    import mmap
+
+    from vllm_moe_lightning.device.emulated import EmulatedDevice
+
+    original, original_mmap = EmulatedDevice.allocate_host, mmap.mmap
+
+    def allocate_host(self: Any, num_bytes: int, name: str) -> Any:
+        _report("ALLOCATION", {"name": name, "num_bytes": num_bytes})
+        return original(self, num_bytes, name)
+
+    class Mapping(original_mmap):
+        def __new__(cls, fileno: int, length: int, *args: Any, **options: Any) -> Any:
+            _report("MAPPING", length)
+            return original_mmap.__new__(cls, fileno, length, *args, **options)
+
+    EmulatedDevice.allocate_host = allocate_host
+    mmap.mmap = Mapping
+
+
+def shorten_files_after_start() -> None:
+    from vllm import LLM
+
+    construct = LLM.__init__
+
+    def construct_and_shorten(self: Any, *args: Any, **options: Any) -> None:
+        construct(self, *args, **options)
+        folder = Path(self.llm_engine.vllm_config.model_config.model)
+        for file in folder.glob("*.safetensors"):
+            os.truncate(file, 100)
+            _report("SHORTENED", file.name)
+
+    LLM.__init__ = construct_and_shorten
+
+
+def leave_runner_unset() -> None:
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+
+
+def leave_out_plugins() -> None:
+    os.environ["VLLM_PLUGINS"] = ""
+
+
+def load_installed_plugins() -> None:
+    """As with `plugin=True`, but the engine's arguments do not ask for us. Reports what of ours was imported."""
+    os.environ.pop("VLLM_PLUGINS", None)
+    _after_each_answer(lambda: _report("MODULES", sorted(m for m in sys.modules if m.split(".")[0] == OURS)))
+
+
+OURS = "vllm_moe_lightning"
+
+
+def _after_each_answer(action: Any) -> None:
+    from vllm import LLM
+
+    generate = LLM.generate
+
+    def generate_and_act(self: Any, *args: Any, **options: Any) -> Any:
+        outputs = generate(self, *args, **options)
+        action()
+        return outputs
+
+    LLM.generate = generate_and_act
+
+
+def register_three_times() -> None:
+    """Reports the depth of wrapping after each call."""
+    import vllm_moe_lightning
+    from vllm.platforms import current_platform
+
+    for _ in range(3):
+        vllm_moe_lightning.register()
+        function, depth = current_platform.apply_config_platform_defaults, 0
+        while hasattr(function, "__wrapped__"):
+            function, depth = function.__wrapped__, depth + 1
+        _report("DEPTH", depth)
+
+
+def pretend_vllm_is_older() -> None:
+    _pretend_version("0.31.2")
+
+
+def pretend_vllm_is_newer() -> None:
+    _pretend_version("0.34.0")
+
+
+def _pretend_version(version: str) -> None:
+    import vllm
+
+    vllm.__version__ = version
+
+
+def hide_a_module() -> None:
+    sys.modules[MODULE_NEEDED_BY_US_ONLY] = None  # type: ignore[assignment]  # importing it raises ImportError
+
+
+def report_ledger() -> None:
+    from vllm_moe_lightning.integration.compat import LEDGER, missing_names
+
+    _report("LEDGER", {"entries": [entry.symbol for entry in LEDGER], "missing": missing_names()})

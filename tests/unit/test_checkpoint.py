@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged and incomplete checkpoints, on files of a few hundred bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from vllm_moe_lightning.checkpoint import INDEX_NAME, check_checkpoint, read_header
+from vllm_moe_lightning.errors import CheckpointError
+
+Shapes = dict[str, tuple[int, ...]]
+
+HIDDEN, INTERMEDIATE, NUM_EXPERTS = 3, 2, 4
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_experts": NUM_EXPERTS,
+    "moe_intermediate_size": INTERMEDIATE,
+    "intermediate_size": 7,
+    "hidden_size": HIDDEN,
+    "mlp_only_layers": [1],
+    "tie_word_embeddings": False,
+}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_local_experts": NUM_EXPERTS,
+    "intermediate_size": INTERMEDIATE,
+    "hidden_size": HIDDEN,
+}
+DBRX = {
+    "architectures": ["DbrxForCausalLM"],
+    "n_layers": 2,
+    "d_model": HIDDEN,
+    "ffn_config": {"moe_num_experts": NUM_EXPERTS, "ffn_hidden_size": INTERMEDIATE},
+}
+
+
+def per_expert(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Shapes:
+    wide, tall = (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    return {
+        f"{block}.{expert}.{name}.weight": shape
+        for expert in range(NUM_EXPERTS)
+        for name, shape in ((gate, wide), (up, wide), (down, tall))
+    }
+
+
+def fused(block: str) -> Shapes:
+    return {
+        f"{block}.gate_up_proj": (NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN),
+        f"{block}.down_proj": (NUM_EXPERTS, HIDDEN, INTERMEDIATE),
+    }
+
+
+def qwen(experts: Callable[[str], Shapes] = per_expert) -> Shapes:
+    """Layer 1 is dense."""
+    shapes: Shapes = {"model.embed_tokens.weight": (5, HIDDEN), "lm_head.weight": (5, HIDDEN)}
+    for layer in range(3):
+        prefix = f"model.layers.{layer}"
+        shapes |= {f"{prefix}.self_attn.{part}_proj.weight": (HIDDEN, HIDDEN) for part in "qkvo"}
+        if layer == 1:
+            shapes |= {f"{prefix}.mlp.{part}_proj.weight": (7, HIDDEN) for part in ("gate", "up", "down")}
+        else:
+            shapes |= {f"{prefix}.mlp.gate.weight": (NUM_EXPERTS, HIDDEN)} | experts(f"{prefix}.mlp.experts")
+    return shapes
+
+
+def mixtral(experts: Callable[[str], Shapes]) -> Shapes:
+    shapes: Shapes = {"model.embed_tokens.weight": (5, HIDDEN), "lm_head.weight": (5, HIDDEN)}
+    for layer in range(2):
+        shapes |= experts(f"model.layers.{layer}.block_sparse_moe.experts")
+    return shapes
+
+
+def dbrx() -> Shapes:
+    shapes: Shapes = {"transformer.wte.weight": (5, HIDDEN), "lm_head.weight": (5, HIDDEN)}
+    for layer in range(2):
+        for part in ("w1", "v1", "w2"):
+            name = f"transformer.blocks.{layer}.ffn.experts.mlp.{part}"
+            shapes[name] = (NUM_EXPERTS * INTERMEDIATE, HIDDEN)
+    return shapes
+
+
+def write_file(file: Path, shapes: Shapes, *, value: int = 0) -> Path:
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        num_bytes = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + num_bytes]}
+        end += num_bytes
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes([value]) * end)
+    return file
+
+
+def write(folder: Path, shapes: Shapes) -> Path:
+    write_file(folder / "model.safetensors", shapes)
+    return folder
+
+
+def write_shards(folder: Path, shapes: Shapes, *, num_shards: int = 3) -> list[Path]:
+    names = list(shapes)
+    weight_map: dict[str, str] = {}
+    files = []
+    for shard in range(num_shards):
+        part = {name: shapes[name] for name in names[shard::num_shards]}
+        files.append(write_file(folder / f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors", part))
+        weight_map |= dict.fromkeys(part, files[-1].name)
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
+    return files
+
+
+def without(shapes: Shapes, *names: str) -> Shapes:
+    assert set(names) <= shapes.keys()
+    return {name: shape for name, shape in shapes.items() if name not in names}
+
+
+def half_half(block: str) -> Shapes:
+    gate_and_up = {name: shape for name, shape in per_expert(block).items() if "down" not in name}
+    return {**gate_and_up, f"{block}.down_proj": fused(block)[f"{block}.down_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config"),
+    [
+        (qwen(), QWEN),
+        (qwen(fused), QWEN),
+        (qwen(lambda block: fused(block) if ".0." in block else per_expert(block)), QWEN),
+        (qwen(half_half), QWEN),
+        (without(qwen(), "lm_head.weight"), {**QWEN, "tie_word_embeddings": True}),
+        (qwen(), {**QWEN, "tie_word_embeddings": True}),
+        ({**qwen(), "model.layers.3.mtp.weight": (1,)}, QWEN),
+        (mixtral(lambda block: per_expert(block, "w1", "w3", "w2")), MIXTRAL),
+        (mixtral(per_expert), MIXTRAL),
+        (dbrx(), DBRX),
+        ({"anything": (2,)}, {"architectures": ["SomethingElse"]}),
+    ],
+    ids=[
+        "per-expert", "fused", "layers-of-both", "both-in-a-layer", "tied", "tied-with-head", "more-layers",
+        "mixtral", "mixtral-other-names", "dbrx", "unknown-architecture",
+    ],
+)  # fmt: skip
+def test_what_vllm_loads_correctly_passes(tmp_path: Path, shapes: Shapes, config: dict[str, object]) -> None:
+    check_checkpoint(write(tmp_path, shapes), config)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "name"),
+    [
+        (qwen(), QWEN, "model.layers.2.mlp.experts.3.down_proj.weight"),
+        (qwen(), QWEN, "model.layers.0.mlp.gate.weight"),
+        (qwen(), QWEN, "model.layers.2.self_attn.q_proj.weight"),
+        (qwen(), QWEN, "model.embed_tokens.weight"),
+        (qwen(), QWEN, "lm_head.weight"),
+        (qwen(fused), QWEN, "model.layers.2.mlp.experts.gate_up_proj"),
+        (dbrx(), DBRX, "transformer.blocks.1.ffn.experts.mlp.v1"),
+        (dbrx(), DBRX, "transformer.wte.weight"),
+        (
+            mixtral(lambda block: per_expert(block, "w1", "w3", "w2")),
+            MIXTRAL,
+            "model.layers.1.block_sparse_moe.experts.0.w3.weight",
+        ),
+    ],
+)
+def test_a_missing_tensor_is_named(tmp_path: Path, shapes: Shapes, config: dict[str, object], name: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"lacks {name};"):
+        check_checkpoint(write(tmp_path, without(shapes, name)), config)
+
+
+def test_a_layer_without_any_expert_is_named(tmp_path: Path) -> None:
+    names = per_expert("model.layers.2.mlp.experts")
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.2\.mlp\.experts\.0.* and 7 more"):
+        check_checkpoint(write(tmp_path, without(qwen(), *names)), QWEN)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["2.mlp.experts.3.extra_proj.weight", "2.mlp.experts.4.down_proj.weight", "0.mlp.experts.1.up_proj.bias"],
+)
+def test_an_unknown_expert_tensor_is_an_error(tmp_path: Path, name: str) -> None:
+    shapes = {**qwen(), f"model.layers.{name}": (HIDDEN, INTERMEDIATE)}
+    with pytest.raises(CheckpointError, match=rf"does not know: model\.layers\.{name}"):
+        check_checkpoint(write(tmp_path, shapes), QWEN)
+
+
+def test_mixtral_experts_in_3d_tensors_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="gate_up_proj"):
+        check_checkpoint(write(tmp_path, mixtral(fused)), MIXTRAL)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "name", "shape"),
+    [
+        (qwen(), "model.layers.0.mlp.experts.1.down_proj.weight", (INTERMEDIATE, HIDDEN)),
+        (qwen(fused), "model.layers.0.mlp.experts.gate_up_proj", (NUM_EXPERTS - 1, 2 * INTERMEDIATE, HIDDEN)),
+        (qwen(fused), "model.layers.2.mlp.experts.down_proj", (NUM_EXPERTS, INTERMEDIATE, HIDDEN)),
+    ],
+)
+def test_an_expert_of_another_shape_is_an_error(
+    tmp_path: Path, shapes: Shapes, name: str, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(CheckpointError, match=rf"{name} has shape .* config\.json asks for"):
+        check_checkpoint(write(tmp_path, {**shapes, name: shape}), QWEN)
+
+
+def test_experts_of_an_unknown_architecture_must_be_alike(tmp_path: Path) -> None:
+    shapes = per_expert("net.layers.0.moe.experts", "a", "b", "c")
+    config = {"architectures": ["SomethingElse"]}
+    check_checkpoint(write(tmp_path, shapes), config)
+    with pytest.raises(CheckpointError, match=r"lacks net\.layers\.0\.moe\.experts\.2\.b\.weight;"):
+        check_checkpoint(write(tmp_path, without(shapes, "net.layers.0.moe.experts.2.b.weight")), config)
+
+
+def test_packed_weights_are_not_judged_by_name(tmp_path: Path) -> None:
+    config = {**QWEN, "quantization_config": {"quant_method": "gptq"}}
+    check_checkpoint(write(tmp_path, {"model.layers.0.mlp.experts.0.gate_proj.qweight": (2, 2)}), config)
+
+
+# ------------------------------------------------ files
+
+
+def truncate(num_bytes: int) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(file.read_bytes()[:num_bytes])
+
+
+def shorten(file: Path) -> None:
+    truncate(-10)(file)
+
+
+def append_junk(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"x" * 16)
+
+
+def lie_about_the_header(file: Path) -> None:
+    file.write_bytes(struct.pack("<Q", 2**40) + file.read_bytes()[8:])
+
+
+def spoil_the_header(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"shape"', b'"shapf"'))
+
+
+def make_a_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES = {
+    "shortened": (shorten, r"has \d+ bytes and its tensors need \d+"),
+    "seven-bytes": (truncate(7), r"has 7 bytes and its header alone needs \d+"),
+    "empty": (truncate(0), r"has 0 bytes and its header alone needs 8"),
+    "header-only-begun": (truncate(40), r"has 40 bytes and its header alone needs \d+"),
+    "header-length": (lie_about_the_header, r"has \d+ bytes and its header alone needs 1099511627784"),
+    "header-content": (spoil_the_header, r"the header is not one of safetensors"),
+    "junk": (append_junk, r"has \d+ bytes and its tensors need \d+"),
+    "directory": (make_a_directory, "is a directory"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_with_its_sizes(tmp_path: Path, damage: str) -> None:
+    files = write_shards(tmp_path, qwen())
+    harm, message = DAMAGES[damage]
+    harm(files[1])
+    with pytest.raises(CheckpointError, match=message) as error:
+        check_checkpoint(tmp_path, QWEN)
+    assert str(files[1]) in str(error.value)
+
+
+def test_a_tensor_whose_place_does_not_fit_its_shape_is_an_error(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "x.safetensors", {"a": (2, 3), "b": (4,)})
+    file.write_bytes(file.read_bytes().replace(b"[2, 3]", b"[2, 2]"))
+    with pytest.raises(CheckpointError, match="gives a a place that does not fit"):
+        read_header(file)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    files = write_shards(tmp_path, qwen())
+    files[2].unlink()
+    with pytest.raises(CheckpointError, match=rf"{files[2].name} is missing, and {INDEX_NAME} names it"):
+        check_checkpoint(tmp_path, QWEN)
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
+    index = json.loads((folder / INDEX_NAME).read_text())
+    change(index["weight_map"])
+    (folder / INDEX_NAME).write_text(json.dumps(index))
+
+
+def test_an_entry_that_only_the_index_lacks_passes(tmp_path: Path) -> None:
+    write_shards(tmp_path, qwen())
+    edit_index(tmp_path, lambda weight_map: weight_map.pop("model.layers.0.mlp.experts.0.up_proj.weight"))
+    check_checkpoint(tmp_path, QWEN)
+
+
+def test_an_entry_that_only_the_index_has_is_missing(tmp_path: Path) -> None:
+    files = write_shards(tmp_path, qwen())
+    edit_index(tmp_path, lambda weight_map: weight_map.update({"model.norm.weight": files[0].name}))
+    with pytest.raises(CheckpointError, match=r"lacks model\.norm\.weight"):
+        check_checkpoint(tmp_path, QWEN)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": [1]}'])
+def test_a_spoilt_index_is_named(tmp_path: Path, text: str) -> None:
+    write_shards(tmp_path, qwen())
+    (tmp_path / INDEX_NAME).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{INDEX_NAME} is not an index"):
+        check_checkpoint(tmp_path, QWEN)
+
+
+def write_extra(folder: Path, names: Iterable[str], value: int) -> None:
+    write_file(folder / "old.safetensors", {name: qwen()[name] for name in names}, value=value)
+
+
+def test_a_stale_file_beside_an_index_is_not_read(tmp_path: Path) -> None:
+    write_shards(tmp_path, qwen())
+    write_extra(tmp_path, ["lm_head.weight"], value=1)
+    (tmp_path / "unrelated.safetensors").mkdir()
+    check_checkpoint(tmp_path, QWEN)
+
+
+def test_a_stale_file_without_an_index_is_refused_if_it_contradicts(tmp_path: Path) -> None:
+    write(tmp_path, qwen())
+    write_extra(tmp_path, ["lm_head.weight"], value=0)
+    check_checkpoint(tmp_path, QWEN)
+    write_extra(tmp_path, ["lm_head.weight"], value=1)
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is in .* with other content, in .*old\.safetensors"):
+        check_checkpoint(tmp_path, QWEN)
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "gguf", "pt"])
+def test_other_load_formats_are_left_alone(tmp_path: Path, load_format: str) -> None:
+    append_junk(write(tmp_path, {"a": (1,)}) / "model.safetensors")
+    check_checkpoint(tmp_path, QWEN, load_format)
+
+
+def test_a_folder_without_safetensors_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    check_checkpoint(tmp_path, QWEN)
+
+
+def test_files_in_mistral_s_own_format_are_checked_for_damage_only(tmp_path: Path) -> None:
+    file = write_file(tmp_path / "consolidated.safetensors", {"layers.0.feed_forward.w1": (2, 2)})
+    check_checkpoint(tmp_path, MIXTRAL)
+    append_junk(file)
+    with pytest.raises(CheckpointError, match="its tensors need"):
+        check_checkpoint(tmp_path, MIXTRAL)

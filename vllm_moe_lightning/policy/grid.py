@@ -1,0 +1,370 @@
+"""The choices a plan is made from, one row each, with the row's times and memory as straight lines.
+
+A row fixes micro-batch size, count and the places of attention and FFN; what is left, (resident layers R, KV ratio k,
+disk layers D), enters the cost model along straight lines, found by evaluating the model itself for all rows at once.
+Where the model has a step (the last streamed layer gone, the first layer on disk) the sides are different rows.
+Units from here on: GB and milliseconds per generated token, so that a solver sees numbers near one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vllm_moe_lightning.cost_model import HrmResource, JobCost, static_batch_cost, steady_state_cost
+from vllm_moe_lightning.hardware import HardwareProfile
+from vllm_moe_lightning.memory_model import MemoryNeed, gpu_memory, host_memory
+from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload, prefill_load, steady_load
+
+GB = 1e9
+MS = 1e-3
+# A plan's grid never depends on the hardware: else more memory could move the grid and lose a better plan.
+LARGEST_MICRO_BATCH = 4096
+LARGEST_NUM_MICRO_BATCHES = 64  # the engine's own limit, config.py
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Choice = tuple[float, float, float]
+"""(resident layers R, KV ratio k, disk layers D)"""
+
+
+class Batching(StrEnum):
+    STATIC = "static"
+    """The paper's: a batch is prefilled, then decoded to its end. Tokens per second of the whole job."""
+    CONTINUOUS = "continuous"
+    """Steady state: finished sequences are replaced, so that each sweep carries prefill and decode."""
+
+
+@dataclass(frozen=True)
+class PlanLimits:
+    """What the user fixes; None leaves the choice to the planner."""
+
+    batching: Batching = Batching.CONTINUOUS
+    max_num_seqs: int | None = None
+    micro_batch_size: int | None = None
+    num_micro_batches: int | None = None
+    attention_on_gpu: bool | None = None
+    ffn_on_gpu: bool | None = None
+    prefill_tokens_per_sweep: int | None = None
+    lookahead: int = 2
+    time_limit_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        counts = ("max_num_seqs", "micro_batch_size", "num_micro_batches", "prefill_tokens_per_sweep", "lookahead")
+        for name in counts:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0.0 < self.time_limit_s < float("inf"):
+            raise ValueError(f"time_limit_s must be positive, got {self.time_limit_s}")
+        if self.num_micro_batches is not None and self.num_micro_batches > LARGEST_NUM_MICRO_BATCHES:
+            raise ValueError(
+                f"num_micro_batches: {self.num_micro_batches} is more than the engine's {LARGEST_NUM_MICRO_BATCHES}"
+            )
+        smallest_batch = (self.micro_batch_size or 1) * (self.num_micro_batches or 1)
+        if self.max_num_seqs is not None and smallest_batch > self.max_num_seqs:
+            raise ValueError(
+                f"micro_batch_size x num_micro_batches is at least {smallest_batch}, over max_num_seqs "
+                f"{self.max_num_seqs}; raise the limit or lower the batch"
+            )
+
+
+@dataclass(frozen=True)
+class Line:
+    """A quantity of every row, affine in the row's continuous choices. Arrays: [num_rows]."""
+
+    constant: Floats
+    per_resident_layer: Floats
+    per_kv_gpu_ratio: Floats
+    per_disk_layer: Floats
+
+    def at(self, resident: Any, kv_ratio: Any, disk: Any) -> Floats:
+        """Numbers or arrays that broadcast against the rows."""
+        return cast(
+            Floats,
+            self.constant
+            + self.per_resident_layer * resident
+            + self.per_kv_gpu_ratio * kv_ratio
+            + self.per_disk_layer * disk,
+        )
+
+    def rows(self, index: Any) -> Line:
+        return Line(
+            self.constant[index],
+            self.per_resident_layer[index],
+            self.per_kv_gpu_ratio[index],
+            self.per_disk_layer[index],
+        )
+
+    def times(self, factor: Floats) -> Line:
+        return Line(
+            self.constant * factor,
+            self.per_resident_layer * factor,
+            self.per_kv_gpu_ratio * factor,
+            self.per_disk_layer * factor,
+        )
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """All rows. Arrays: [num_rows]."""
+
+    micro_batch_size: Floats
+    num_micro_batches: Floats
+    attention_on_gpu: Bools
+    ffn_on_gpu: Bools
+    min_resident: Floats
+    max_resident: Floats
+    max_kv_ratio: Floats
+    min_disk: Floats
+    max_disk: Floats
+    times_ms: Mapping[str, Mapping[HrmResource, Line]]
+    """Phase -> resource -> milliseconds per generated token. A phase is as long as its busiest resource."""
+    overhead_ms: Floats
+    """Per generated token, of all phases."""
+    gpu_gb: Line
+    host_gb: Line
+    gpu_budget_gb: float
+    host_budget_gb: float
+    num_moe_layers: int
+    prefill_tokens_per_sweep: int | None
+    lookahead: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.micro_batch_size)
+
+    @property
+    def batch_size(self) -> Floats:
+        return self.micro_batch_size * self.num_micro_batches
+
+    def ms_per_token(self, resident: Any, kv_ratio: Any, disk: Any) -> Floats:
+        """Of every row: the sum over phases of the busiest resource (Eq. 12), and the overhead."""
+        total = self.overhead_ms
+        for lines in self.times_ms.values():
+            total = total + np.max([line.at(resident, kv_ratio, disk) for line in lines.values()], axis=0)
+        return total
+
+    def rows(self, index: Any) -> PlanTable:
+        return replace(
+            self,
+            **{
+                name: getattr(self, name)[index]
+                for name in (
+                    "micro_batch_size", "num_micro_batches", "attention_on_gpu", "ffn_on_gpu", "min_resident",
+                    "max_resident", "max_kv_ratio", "min_disk", "max_disk", "overhead_ms",
+                )
+            },
+            times_ms={
+                phase: {resource: line.rows(index) for resource, line in lines.items()}
+                for phase, lines in self.times_ms.items()
+            },
+            gpu_gb=self.gpu_gb.rows(index),
+            host_gb=self.host_gb.rows(index),
+        )  # fmt: skip
+
+    def policy(self, row: int, choice: Choice) -> HrmPolicy:
+        resident, kv_ratio, disk = choice
+        return HrmPolicy(
+            micro_batch_size=int(self.micro_batch_size[row]),
+            num_micro_batches=int(self.num_micro_batches[row]),
+            attention_on_gpu=bool(self.attention_on_gpu[row]),
+            ffn_on_gpu=bool(self.ffn_on_gpu[row]),
+            num_resident_layers=int(resident),
+            kv_gpu_ratio=float(kv_ratio),
+            num_disk_layers=int(disk),
+            prefill_tokens_per_sweep=self.prefill_tokens_per_sweep,
+            lookahead=self.lookahead,
+        )
+
+
+@dataclass(frozen=True)
+class _PolicyArrays:
+    """A policy of every row at once: what the cost model reads of HrmPolicy, with arrays for the two sizes."""
+
+    micro_batch_size: Floats
+    num_micro_batches: Floats
+    attention_on_gpu: bool
+    ffn_on_gpu: bool
+    prefill_tokens_per_sweep: int | None
+    lookahead: int
+    num_resident_layers: float = 0.0
+    kv_gpu_ratio: float = 0.0
+    num_disk_layers: float = 0.0
+
+    @property
+    def batch_size(self) -> Floats:
+        return self.micro_batch_size * self.num_micro_batches
+
+
+def micro_batch_sizes(largest: int = LARGEST_MICRO_BATCH) -> list[int]:
+    """Every size up to 128, then steps of at most 1/32: finer than any kernel's efficiency is known."""
+    sizes = list(range(1, 129))
+    while sizes[-1] < largest:
+        sizes.append(sizes[-1] + (1 << (sizes[-1].bit_length() - 6)))
+    return [size for size in sizes if size <= largest]
+
+
+def _sizes_and_counts(limits: PlanLimits) -> tuple[Floats, Floats]:
+    sizes = [limits.micro_batch_size] if limits.micro_batch_size else micro_batch_sizes()
+    counts = [limits.num_micro_batches] if limits.num_micro_batches else range(1, LARGEST_NUM_MICRO_BATCHES + 1)
+    size, count = (array.ravel() for array in np.meshgrid(sizes, list(counts), indexing="ij"))
+    allowed = size * count <= (limits.max_num_seqs or size.max() * count.max())
+    return size[allowed].astype(float), count[allowed].astype(float)
+
+
+def job_cost(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, batching: Batching, policy: HrmPolicy
+) -> JobCost:
+    cost = static_batch_cost if batching is Batching.STATIC else steady_state_cost
+    return cost(spec, profile, workload, policy)
+
+
+def peak_load(workload: Workload, batching: Batching, policy: HrmPolicy) -> SweepLoad:
+    """The sweep that takes most memory."""
+    return prefill_load(workload, policy) if batching is Batching.STATIC else steady_load(workload, policy)
+
+
+def memory_needs(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, batching: Batching, policy: HrmPolicy
+) -> tuple[MemoryNeed, MemoryNeed]:
+    """(GPU, host)"""
+    peak = peak_load(workload, batching, policy)
+    return gpu_memory(spec, profile, workload, policy, peak), host_memory(spec, profile, workload, policy, peak)
+
+
+_Key = tuple[str, str]
+_OVERHEAD: _Key = ("overhead", "")
+_GPU_GB: _Key = ("memory", "gpu")
+_HOST_GB: _Key = ("memory", "host")
+
+
+def _figures(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, batching: Batching, arrays: _PolicyArrays
+) -> dict[_Key, Floats]:
+    """Everything a row is judged by, at one point of (R, k, D)."""
+    policy = cast(HrmPolicy, arrays)
+    cost = job_cost(spec, profile, workload, batching, policy)
+    gpu, host = memory_needs(spec, profile, workload, batching, policy)
+    phases = {"decode": (cost.decode, cost.num_decode_sweeps)}
+    if cost.prefill is not None:
+        phases["prefill"] = (cost.prefill, cost.num_prefill_sweeps)
+    figures: dict[_Key, Any] = {_OVERHEAD: 0.0, _GPU_GB: gpu.total_bytes / GB, _HOST_GB: host.total_bytes / GB}
+    for phase, (sweep, num_sweeps) in phases.items():
+        ms_per_token = num_sweeps / cost.num_tokens / MS
+        figures[_OVERHEAD] += sweep.overhead_s * ms_per_token
+        for resource, busy_s in sweep.busy_s.items():
+            figures[phase, resource] = busy_s * ms_per_token
+    shape = arrays.micro_batch_size.shape
+    return {key: np.broadcast_to(np.asarray(value, float), shape) for key, value in figures.items()}
+
+
+class _Tabulator:
+    """Makes the rows of one pair of places after the other."""
+
+    def __init__(
+        self, spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, limits: PlanLimits
+    ) -> None:
+        self.spec, self.profile, self.workload, self.limits = spec, profile, workload, limits
+        self.size, self.count = _sizes_and_counts(limits)
+
+    def block(self, attention_on_gpu: bool, ffn_on_gpu: bool, bounds: tuple[int, int, int, int]) -> PlanTable:
+        """Rows of all sizes and counts. bounds: lowest and highest R, lowest and highest D; lines hold between them."""
+        min_resident, max_resident, min_disk, max_disk = bounds
+        limits = self.limits
+        corner = _PolicyArrays(
+            self.size,
+            self.count,
+            attention_on_gpu,
+            ffn_on_gpu,
+            limits.prefill_tokens_per_sweep,
+            limits.lookahead,
+            num_resident_layers=min_resident,
+            num_disk_layers=min_disk,
+        )
+
+        def figures(arrays: _PolicyArrays) -> dict[_Key, Floats]:
+            return _figures(self.spec, self.profile, self.workload, limits.batching, arrays)
+
+        base = figures(corner)
+        more_resident = more_kv = more_disk = base
+        if max_resident > min_resident:
+            more_resident = figures(replace(corner, num_resident_layers=min_resident + 1))
+        if attention_on_gpu:
+            more_kv = figures(replace(corner, kv_gpu_ratio=1.0))
+        if max_disk > min_disk:
+            more_disk = figures(replace(corner, num_disk_layers=min_disk + 1))
+        lines = {}
+        for key, value in base.items():
+            resident, disk = more_resident[key] - value, more_disk[key] - value
+            constant = value - resident * min_resident - disk * min_disk
+            lines[key] = Line(constant, resident, more_kv[key] - value, disk)
+        ones = np.ones_like(self.size)
+        phases = [phase for phase in ("prefill", "decode") if (phase, HrmResource.GPU) in lines]
+        return PlanTable(
+            micro_batch_size=self.size,
+            num_micro_batches=self.count,
+            attention_on_gpu=ones * attention_on_gpu > 0,
+            ffn_on_gpu=ones * ffn_on_gpu > 0,
+            min_resident=ones * min_resident,
+            max_resident=ones * max_resident,
+            max_kv_ratio=ones * attention_on_gpu,
+            min_disk=ones * min_disk,
+            max_disk=ones * max_disk,
+            times_ms={phase: {resource: lines[phase, resource] for resource in HrmResource} for phase in phases},
+            overhead_ms=base[_OVERHEAD],
+            gpu_gb=lines[_GPU_GB],
+            host_gb=lines[_HOST_GB],
+            gpu_budget_gb=self.profile.gpu_memory_budget_bytes / GB,
+            host_budget_gb=self.profile.host_memory_budget_bytes / GB,
+            num_moe_layers=self.spec.num_moe_layers,
+            prefill_tokens_per_sweep=limits.prefill_tokens_per_sweep,
+            lookahead=limits.lookahead,
+        )
+
+
+def tabulate(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, limits: PlanLimits) -> PlanTable:
+    """All rows that the limits allow, feasible or not."""
+    tabulator = _Tabulator(spec, profile, workload, limits)
+    layers = spec.num_moe_layers
+    max_disk = 0
+    if profile.disk is not None:
+        max_disk = int(min(layers, profile.disk.capacity_bytes // spec.expert_layer_bytes))
+    blocks = []
+    for attention_on_gpu in _allowed(limits.attention_on_gpu):
+        for ffn_on_gpu in _allowed(limits.ffn_on_gpu):
+            blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (0, layers - 1, 0, 0)))
+            if max_disk:
+                blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (0, layers - 1, 1, max_disk)))
+        # Once every layer is resident the place of the others' experts means nothing.
+        ffn_on_gpu = limits.ffn_on_gpu is not False
+        blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (layers, layers, 0, 0)))
+    return _joined(blocks)
+
+
+def _allowed(fixed: bool | None) -> tuple[bool, ...]:
+    return (False, True) if fixed is None else (fixed,)
+
+
+def _joined(blocks: list[PlanTable]) -> PlanTable:
+    def join(parts: list[Any]) -> Any:
+        match parts[0]:
+            case np.ndarray():
+                return np.concatenate(parts)
+            case Line():
+                names = ("constant", "per_resident_layer", "per_kv_gpu_ratio", "per_disk_layer")
+                return Line(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+            case Mapping():
+                return {key: join([part[key] for part in parts]) for key in parts[0]}
+            case same:
+                return same
+
+    return PlanTable(
+        **{name: join([getattr(block, name) for block in blocks]) for name in PlanTable.__dataclass_fields__}
+    )
