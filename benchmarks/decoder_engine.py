@@ -99,16 +99,14 @@ def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, *, pois
         storage = torch.zeros(numel, dtype=config.dtype)
         if poison:
             storage.view(torch.uint8).fill_(0xFF)
-        caches.append(
-            HostKvCache.over(f"layer{layer}", storage, config.num_kv_heads, block_size, config.head_dim)
-        )
+        caches.append(HostKvCache.over(f"layer{layer}", storage, config.num_kv_heads, block_size, config.head_dim))
     return caches
 
 
 class DecoderEngine:
     """Device, store, attention and executor for one model. Takes over the model's experts; closes the device.
 
-    max_tokens: most tokens of a step.
+    max_tokens: most tokens of a step; caches: one per layer (`make_caches`).
     """
 
     def __init__(
@@ -117,20 +115,17 @@ class DecoderEngine:
         device: Device,
         options: MoeLightningConfig,
         *,
-        num_blocks: int,
         max_tokens: int,
-        block_size: int = 16,
+        caches: Sequence[HostKvCache],
         attention_cpus: Sequence[int] = (),
     ) -> None:
         self.model, self.device = model, device
         config, experts = model.config, model.expert_layers()
         self.policy = fixed_policy(options, [layer.num_bytes for layer in experts])
         self.store = PagedWeightStore(experts, self.policy, device)
-        self.caches = make_caches(config, num_blocks, block_size, poison=device.poison)
+        self.caches = caches
         self.pool = AttentionPool(options.attention_threads or 1, attention_cpus)
-        host = HostAttention(
-            device, self.pool, max_tokens, config.qkv_bytes_per_token, options.debug.fail_attention_at
-        )
+        host = HostAttention(device, self.pool, max_tokens, config.qkv_bytes_per_token, options.debug.fail_attention_at)
         self._cpu_path = CpuAttentionPath(host)
         self._device_path = DeviceAttentionPath(host, device, lambda layer: self.caches[layer])
         self.executor = PipelineExecutor(

@@ -123,9 +123,7 @@ def _flexgen(system: System, column: int) -> list[Measurement]:
         ("S2 summarization", "1xL4", 1984, 64, 8, 36, (7.14, 4.307)),
     )
     for setting, machine, prompt, gen, mu, n, both in table_4:
-        rows.append(
-            Measurement(setting, machine, "mixtral-8x7b", prompt, gen, mu, n, both[column], "Table 4", system)
-        )
+        rows.append(Measurement(setting, machine, "mixtral-8x7b", prompt, gen, mu, n, both[column], "Table 4", system))
     return rows
 
 

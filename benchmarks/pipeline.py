@@ -24,9 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from benchmarks.decoder_engine import DecoderEngine, Sequences, Step
+from benchmarks.decoder_engine import DecoderEngine, Sequences, make_caches
 from benchmarks.torch_decoder import DecoderConfig, MoeDecoder
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device import EmulatedDevice
@@ -38,9 +39,8 @@ SCHEDULES = ("cgopipe", "serial", "s2", "s3", "s4")
 STREAM_OF = {Resource.GPU: "compute", Resource.D2H: "d2h", Resource.CPU: "cpu", Resource.H2D: "h2d"}
 NUM_MICRO_BATCHES = 4
 RECORDS_KEPT = 50_000
-CALIBRATION_SWEEPS = 3
-# The link also carries hidden states (and, under S4, context), so it ends up a little above the compute time.
-TRANSFER_OVER_COMPUTE = 1.0
+# A little above, so that the link is the busiest resource. It also carries hidden states and, under S4, context.
+TRANSFER_OVER_COMPUTE = 1.05
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,23 @@ FULL = Workload(
         vocab_size=1024,
         dtype=torch.bfloat16,
     ),
-    num_seqs=512,
-    context_len=512,
+    num_seqs=768,
+    context_len=256,
 )
+
+
+@dataclass(frozen=True)
+class Cpus:
+    """One CPU for the launching thread, which is the compute stream; the streams' threads share the others. A stream
+    that wakes up on the launching thread's CPU would take it away in the middle of a task."""
+
+    compute: tuple[int, ...]
+    others: tuple[int, ...]
+
+    @classmethod
+    def split(cls) -> Cpus:
+        usable = tuple(sorted(os.sched_getaffinity(0)))
+        return cls(usable[:1], usable[1:]) if len(usable) > 1 else cls(usable, usable)
 
 
 @dataclass
@@ -100,57 +114,61 @@ class Rounds:
         }
 
 
-def decode_step(workload: Workload) -> Step:
-    """A step that all sequences take with their context in place. Taken again and again, it costs the same."""
-    sequences = Sequences(workload.num_seqs, workload.context_len, workload.block_size)
-    sequences.lens = [workload.context_len - 1] * workload.num_seqs
-    rng = torch.Generator().manual_seed(0)
-    token_ids = torch.randint(0, workload.model.vocab_size, (workload.num_seqs,), generator=rng)
-    return sequences.step([1] * workload.num_seqs, token_ids)
+class Bench:
+    """One model, its context and one step, under a new engine as often as the link's speed changes."""
 
+    def __init__(self, workload: Workload, cpus: Cpus) -> None:
+        self.workload, self.cpus = workload, cpus
+        self.model = MoeDecoder(workload.model)
+        self._loaded = [(p, p.data) for layer in self.model.expert_layers() for p in layer.parameters.values()]
+        sequences = Sequences(workload.num_seqs, workload.context_len, workload.block_size)
+        self.caches = make_caches(workload.model, sequences.num_blocks, workload.block_size)
+        rng = torch.Generator().manual_seed(0)
+        for cache in self.caches:  # context worth attending to, without the prefill
+            cache.blocks.copy_(torch.randn(cache.blocks[0].shape, generator=rng))
+        sequences.lens = [workload.context_len - 1] * workload.num_seqs
+        token_ids = torch.randint(0, workload.model.vocab_size, (workload.num_seqs,), generator=rng)
+        # Taken again and again: each step then costs the same.
+        self.step = sequences.step([1] * workload.num_seqs, token_ids)
 
-def make_engine(workload: Workload, h2d_bytes_per_s: float | None) -> DecoderEngine:
-    device = EmulatedDevice(h2d_bytes_per_s=h2d_bytes_per_s, d2h_bytes_per_s=h2d_bytes_per_s)
-    options = MoeLightningConfig(num_micro_batches=NUM_MICRO_BATCHES, attention_threads=1)
-    num_blocks = workload.num_seqs * -(-workload.context_len // workload.block_size)
-    engine = DecoderEngine(
-        MoeDecoder(workload.model), device, options, num_blocks=num_blocks, max_tokens=workload.num_seqs
-    )
-    for layer, cache in enumerate(engine.caches):  # context worth attending to, without a prefill of hours
-        cache.blocks.copy_(torch.randn(cache.blocks[0].shape, generator=torch.Generator().manual_seed(layer)))
-    device.set_recording(RECORDS_KEPT)
-    return engine
+    def engine(self, link_bytes_per_s: float | None) -> DecoderEngine:
+        for parameter, loaded in self._loaded:
+            parameter.data = loaded
+        device = EmulatedDevice(
+            h2d_bytes_per_s=link_bytes_per_s, d2h_bytes_per_s=link_bytes_per_s, cpus=self.cpus.others
+        )
+        device.set_recording(RECORDS_KEPT)
+        options = MoeLightningConfig(num_micro_batches=NUM_MICRO_BATCHES, attention_threads=1)
+        return DecoderEngine(self.model, device, options, max_tokens=self.workload.num_seqs, caches=self.caches)
 
+    def take_steps(self, engine: DecoderEngine, schedule: str, num_steps: int, rounds: Rounds) -> None:
+        """Add one round: `num_steps` steps back to back, after one that fills the pipeline the schedule's way."""
+        executor, device = engine.executor, engine.device
+        executor.policy = replace(executor.policy, schedule=schedule)
+        engine.step(self.step)
+        device.synchronize()
+        device.drain_records()
+        executor.counters = PipelineCounters()
+        before, started_s = device.totals(), time.monotonic()
+        for _ in range(num_steps):
+            engine.step(self.step)
+        elapsed_s = time.monotonic() - started_s
+        device.synchronize()
+        after = device.totals()
+        rounds.step_s.append(elapsed_s / num_steps)
+        for name in before:
+            rounds.busy_s[name].append((after[name].busy_s - before[name].busy_s) / num_steps)
+        for name, wait_s in executor.counters.wait_s.items():
+            rounds.wait_s[name].append(wait_s / num_steps)
+        for record in device.drain_records():
+            rounds.task_s[record.label].append(record.end_s - record.start_s)
 
-def take_steps(engine: DecoderEngine, step: Step, schedule: str, num_steps: int, rounds: Rounds) -> None:
-    """Add one round: `num_steps` steps back to back, after one that fills the pipeline the schedule's way."""
-    executor, device = engine.executor, engine.device
-    executor.policy = replace(executor.policy, schedule=schedule)
-    engine.step(step)
-    device.synchronize()
-    device.drain_records()
-    executor.counters = PipelineCounters()
-    before, started_s = device.totals(), time.monotonic()
-    for _ in range(num_steps):
-        engine.step(step)
-    elapsed_s = time.monotonic() - started_s
-    device.synchronize()
-    after = device.totals()
-    rounds.step_s.append(elapsed_s / num_steps)
-    for name in before:
-        rounds.busy_s[name].append((after[name].busy_s - before[name].busy_s) / num_steps)
-    for name, wait_s in executor.counters.wait_s.items():
-        rounds.wait_s[name].append(wait_s / num_steps)
-    for record in device.drain_records():
-        rounds.task_s[record.label].append(record.end_s - record.start_s)
-
-
-def calibrated_bandwidth(workload: Workload, step: Step) -> float:
-    """Bytes per second at which a sweep's pages take as long as its compute."""
-    with make_engine(workload, None) as engine:
-        rounds = Rounds()
-        take_steps(engine, step, "cgopipe", CALIBRATION_SWEEPS, rounds)
-        return engine.store.sweep_bytes() / (rounds.busy_s["compute"][0] * TRANSFER_OVER_COMPUTE)
+    def calibrated_bytes_per_s(self, num_steps: int) -> float:
+        """The link speed at which a step's pages take as long as its compute does now."""
+        with self.engine(None) as engine:
+            rounds = Rounds()
+            self.take_steps(engine, "cgopipe", num_steps, rounds)
+            return engine.store.sweep_bytes() / (rounds.busy_s["compute"][0] * TRANSFER_OVER_COMPUTE)
 
 
 def predict(engine: DecoderEngine, schedule: str, rounds: Rounds) -> float:
@@ -165,7 +183,7 @@ def predict(engine: DecoderEngine, schedule: str, rounds: Rounds) -> float:
     return simulate(plan, duration_s, num_sweeps=2).duration_s
 
 
-def machine() -> dict[str, Any]:
+def machine(cpus: Cpus) -> dict[str, Any]:
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         platform.processor(),
@@ -176,7 +194,8 @@ def machine() -> dict[str, Any]:
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
     return {
         "cpu": cpu,
-        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_cpus": len({*cpus.compute, *cpus.others}),
+        "cpus_of_compute": cpus.compute,
         "load_average": os.getloadavg()[0],
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
@@ -186,28 +205,27 @@ def machine() -> dict[str, Any]:
 
 
 def run(workload: Workload, num_rounds: int, steps_per_round: int, console: Console) -> dict[str, Any]:
-    step = decode_step(workload)
-    h2d_bytes_per_s = calibrated_bandwidth(workload, step)
-    with make_engine(workload, h2d_bytes_per_s) as engine:
-        console.print(
-            f"emulated device: {engine.store.host_bytes / 1e6:.0f} MB of experts, {workload.num_seqs} sequences at "
-            f"context {workload.context_len}, {NUM_MICRO_BATCHES} micro-batches, link {h2d_bytes_per_s / 1e6:.0f} MB/s"
-        )
-        measured = {schedule: Rounds() for schedule in SCHEDULES}
-        for index in range(num_rounds):
+    bench = Bench(workload, Cpus.split())
+    os.sched_setaffinity(0, bench.cpus.compute)
+    measured = {schedule: Rounds() for schedule in SCHEDULES}
+    links_bytes_per_s = []
+    for index in track(range(num_rounds), "rounds", console=console, transient=True):
+        # Anew for each round, since the load that others put on the machine changes.
+        links_bytes_per_s.append(bench.calibrated_bytes_per_s(steps_per_round))
+        with bench.engine(links_bytes_per_s[-1]) as engine:
             for position in range(len(SCHEDULES)):  # another one first in each round
                 schedule = SCHEDULES[(index + position) % len(SCHEDULES)]
-                take_steps(engine, step, schedule, steps_per_round, measured[schedule])
-        rows = {schedule: measured[schedule].row(predict(engine, schedule, measured[schedule])) for schedule in SCHEDULES}
-        experts_mb = engine.store.host_bytes / 1e6
+                bench.take_steps(engine, schedule, steps_per_round, measured[schedule])
+            predicted_s = {schedule: predict(engine, schedule, measured[schedule]) for schedule in SCHEDULES}
+            experts_mb = engine.store.host_bytes / 1e6
+    rows = {schedule: measured[schedule].row(predicted_s[schedule]) for schedule in SCHEDULES}
 
     def over_cgopipe(schedule: str) -> float:
-        """Median over the rounds, each of which holds both under the same load."""
+        """Median over the rounds, each of which holds both at one link speed and close in time."""
         pairs = zip(measured[schedule].step_s, measured["cgopipe"].step_s, strict=True)
         return statistics.median(other / ours for other, ours in pairs)
 
-    cgopipe = rows["cgopipe"]
-    model = workload.model
+    cgopipe, model = rows["cgopipe"], workload.model
     return {
         "summary": {
             "device": "emulated",
@@ -221,13 +239,13 @@ def run(workload: Workload, num_rounds: int, steps_per_round: int, console: Cons
             "tokens_per_s": workload.num_seqs / cgopipe["step_s"],
             "num_rounds": num_rounds,
             "steps_per_round": steps_per_round,
-            **machine(),
+            **machine(bench.cpus),
         },
         "workload": {
             "num_seqs": workload.num_seqs,
             "context_len": workload.context_len,
             "num_micro_batches": NUM_MICRO_BATCHES,
-            "h2d_bytes_per_s": h2d_bytes_per_s,
+            "link_bytes_per_s": links_bytes_per_s,
             "num_layers": model.num_layers,
             "hidden": model.hidden,
             "intermediate": model.intermediate,
@@ -241,9 +259,26 @@ def run(workload: Workload, num_rounds: int, steps_per_round: int, console: Cons
 
 
 def show(result: dict[str, Any], console: Console) -> None:
-    summary = result["summary"]
+    summary, workload = result["summary"], result["workload"]
+    speeds = [speed / 1e6 for speed in workload["link_bytes_per_s"]]
+    console.print(
+        f"emulated device: {summary['experts_mb']:.0f} MB of experts, {workload['num_seqs']} sequences at context "
+        f"{workload['context_len']} decode one token, {workload['num_micro_batches']} micro-batches, link paced to "
+        f"{min(speeds):.0f}..{max(speeds):.0f} MB/s (transfer / compute {summary['transfer_over_compute']:.2f})"
+    )
     table = Table(title=f"Schedules on the emulated device, median of {summary['num_rounds']} rounds (times in ms)")
-    for column in ("schedule", "step", "min..max", "compute", "cpu", "h2d", "d2h", "waits", "step/busiest", "predicted"):
+    for column in (
+        "schedule",
+        "step",
+        "min..max",
+        "compute",
+        "cpu",
+        "h2d",
+        "d2h",
+        "waits",
+        "step/busiest",
+        "predicted",
+    ):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for row in result["rows"]:
         low, high = row["step_s_spread"]
@@ -271,8 +306,8 @@ def show(result: dict[str, Any], console: Console) -> None:
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="Where the results go.")],
     quick: Annotated[bool, typer.Option(help="A small model and few rounds: shows that it runs.")] = False,
-    rounds: Annotated[int, typer.Option(min=1)] = 7,
-    steps_per_round: Annotated[int, typer.Option(min=1)] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every schedule runs.")] = 5,
+    steps_per_round: Annotated[int, typer.Option(min=1, help="Measured steps of a schedule per round.")] = 2,
 ) -> None:
     """Measure all schedules, print a table, write JSON."""
     torch.set_num_threads(1)  # the launching thread; attention and the copies have threads of their own
@@ -281,7 +316,7 @@ def main(
     if quick:
         workload = replace(FULL, model=replace(FULL.model, num_layers=3, intermediate=256), num_seqs=64)
         rounds, steps_per_round = min(rounds, 2), 1
-    console = Console()
+    console = Console(width=max(Console().width, 110))
     result = run(workload, rounds, steps_per_round, console)
     show(result, console)
     json_file.parent.mkdir(parents=True, exist_ok=True)

@@ -362,9 +362,7 @@ def main(
     stream, held_stream = token_stream(tokenizer, training), token_stream(tokenizer, held_out)
     network = TinyMoe()
     parameters = f"{sum(part.numel() for part in network.parameters()):,}"
-    console.print(
-        f"{parameters} parameters, {len(stream):,} training and {len(held_stream):,} held-out tokens"
-    )
+    console.print(f"{parameters} parameters, {len(stream):,} tokens, {len(held_stream):,} held out")
 
     def save_now() -> None:
         nats_per_token = validation_nats(network, held_stream[:16385]) / 16384

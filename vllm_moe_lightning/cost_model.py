@@ -25,6 +25,7 @@ from vllm_moe_lightning.kernel_costs import (
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.pipeline.tasks import Task, TaskName
 from vllm_moe_lightning.policy.policy import MAX_AUTO_PAGE_BYTES, MIN_AUTO_PAGE_BYTES
+from vllm_moe_lightning.rowwise import larger, rounded_up, smaller
 from vllm_moe_lightning.workload import (
     HrmPolicy,
     SweepLoad,
@@ -36,6 +37,7 @@ from vllm_moe_lightning.workload import (
 )
 
 _Key = TypeVar("_Key")
+TINY_S = 1e-30  # keeps a ratio of two times that are both zero from dividing by it
 
 
 class HrmResource(StrEnum):
@@ -68,13 +70,13 @@ class _Copies:
 def pages_per_layer(spec: MoeModelSpec, policy: HrmPolicy) -> int:
     """Pages of a streamed layer under the engine's automatic page size."""
     layer_bytes = spec.expert_layer_bytes
-    page = min(max(layer_bytes / policy.num_micro_batches, MIN_AUTO_PAGE_BYTES), MAX_AUTO_PAGE_BYTES)
-    return max(1, -int(-layer_bytes // page))
+    page = smaller(larger(layer_bytes / policy.num_micro_batches, MIN_AUTO_PAGE_BYTES), MAX_AUTO_PAGE_BYTES)
+    return rounded_up(layer_bytes / page)
 
 
 def hidden_via_host(policy: HrmPolicy, load: SweepLoad) -> bool:
     """The paper's prefill: more hidden states than the GPU holds, so they wait on the host between layers."""
-    return policy.prefill_tokens_per_sweep is None and load.prefill_seqs > 0 and load.decode_seqs == 0
+    return policy.prefill_tokens_per_sweep is None and load.prefill_len > 0 and not load.decodes
 
 
 @dataclass(frozen=True)
@@ -167,21 +169,22 @@ class _MicroBatch:
         dense_s, moe_s, experts_s = post_attention_kernel_s(spec, machine, load)
         on_gpu = policy.attention_on_gpu
         attention_flops, attention_bytes = attention_work(spec, load)
-        decodes = load.decode_seqs > 0
-        copied = self._copied_per_token_layer()
+        on_cpu = load.decodes and not on_gpu
+        copied = self._layer_copies()
         pages = pages_per_layer(spec, policy)
         return TaskCosts(
             pre_attention_s=pre_attention_kernel_s(spec, machine, load),
             attention_s=machine.cpu_attention_s(attention_flops, attention_bytes) + overheads.cpu_task_s
-            if decodes and not on_gpu
+            if on_cpu
             else 0.0,
-            device_attention_s=machine.gpu_attention_s(attention_flops, attention_bytes) if decodes and on_gpu else 0.0,
+            device_attention_s=machine.gpu_attention_s(attention_flops, attention_bytes) if on_gpu else 0.0,
             moe_post_attention_s=moe_s + (experts_s if policy.ffn_on_gpu else 0.0),
             dense_post_attention_s=dense_s,
             cpu_experts_s=0.0 if policy.ffn_on_gpu else machine.cpu_gemm_s(*experts_work(spec, load.tokens)),
             qkv_offload=_Copies(copied.offload_bytes, 1.0),
-            hidden_load=_Copies(copied.load_bytes, 1.0 if copied.load_bytes else 0.0),
-            kv_load=_Copies(copied.context_bytes, 1.0 if copied.context_bytes else 0.0),
+            hidden_load=_Copies(copied.load_bytes, 1.0 if on_cpu or hidden_via_host(policy, load) else 0.0),
+            # One copy even where all KV is on the GPU, so that the time stays a line in kv_gpu_ratio.
+            kv_load=_Copies(copied.context_bytes, 1.0 if load.decodes and on_gpu else 0.0),
             weight_page=_Copies(spec.expert_layer_bytes / pages, 1.0),
             num_dense_layers=spec.num_dense_layers,
             h2d_bytes_per_s=link.h2d_bytes_per_s,
@@ -191,7 +194,7 @@ class _MicroBatch:
             slowdown=MappingProxyType(dict.fromkeys(HrmResource, 1.0)),
         )
 
-    def _copied_per_token_layer(self) -> _LayerCopies:
+    def _layer_copies(self) -> _LayerCopies:
         spec, policy, load = self.spec, self.policy, self.load
         width = spec.widths.activation_bytes
         on_host = 1.0 - policy.kv_gpu_ratio
@@ -215,50 +218,66 @@ class _LayerCopies:
     context_bytes: float
 
 
-def _busy_s(
-    spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad
-) -> Mapping[HrmResource, float]:
-    """Seconds per resource. Affine in num_resident_layers, kv_gpu_ratio and num_disk_layers, which `sweep_terms`
-    relies on."""
-    n, layers, dense = policy.num_micro_batches, spec.num_layers, spec.num_dense_layers
+@dataclass(frozen=True)
+class _SweepWork:
+    """All of one sweep, before the resources get in each other's way. Every field is affine in the policy's
+    num_resident_layers, kv_gpu_ratio and num_disk_layers, which `sweep_terms` relies on."""
+
+    gpu_s: float
+    cpu_s: float
+    cpu_bytes: float
+    up: _Copies
+    down: _Copies
+    disk_bytes: float
+
+    def solo_link_s(self, profile: HardwareProfile) -> tuple[float, float]:
+        """(up, down), each with the link to itself."""
+        link = profile.link
+        up_s = self.up.time_s(link.h2d_bytes_per_s, link.latency_s)
+        return up_s, self.down.time_s(link.d2h_bytes_per_s, link.latency_s)
+
+
+def _sweep_work(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad) -> _SweepWork:
+    n, layers = policy.num_micro_batches, spec.num_layers
     machine = Machine(profile)
     share = load.divided(n)
     tasks = _MicroBatch(spec, machine, policy, share).tasks()
-    streamed = spec.num_moe_layers - policy.num_resident_layers
     resident = policy.num_resident_layers
+    streamed = spec.num_moe_layers - resident
 
-    gpu_s = layers * tasks.pre_attention_s + layers * tasks.device_attention_s
-    gpu_s += dense * tasks.dense_post_attention_s + spec.num_moe_layers * tasks.moe_post_attention_s
+    gpu_s = layers * (tasks.pre_attention_s + tasks.device_attention_s)
+    gpu_s += spec.num_dense_layers * tasks.dense_post_attention_s + spec.num_moe_layers * tasks.moe_post_attention_s
     cpu_s = layers * (tasks.attention_s + tasks.kv_append_s)
-    _, attention_bytes = attention_work(spec, share)
-    cpu_bytes = 0.0 if policy.attention_on_gpu else layers * n * attention_bytes
-    offload = tasks.qkv_offload.times(layers * n)
-    load_up = (tasks.hidden_load + tasks.kv_load).times(layers * n)
+    cpu_bytes = 0.0 if policy.attention_on_gpu else layers * n * attention_work(spec, share)[1]
+    down = tasks.qkv_offload.times(layers * n)
+    up = (tasks.hidden_load + tasks.kv_load).times(layers * n)
     if policy.ffn_on_gpu:
-        load_up += tasks.weight_page.times(pages_per_layer(spec, policy) * streamed)
+        up += tasks.weight_page.times(pages_per_layer(spec, policy) * streamed)
     else:
-        hidden = _Copies(share.tokens * spec.hidden * spec.widths.activation_bytes, 1.0)
-        offload += hidden.times(streamed * n)
-        load_up += hidden.times(streamed * n)
-        gpu_s += resident * machine.gpu_gemm_s(*experts_work(spec, share.tokens))
+        experts = experts_work(spec, share.tokens)
+        hidden = _Copies(share.tokens * spec.hidden * spec.widths.activation_bytes, 1.0).times(streamed * n)
+        down += hidden
+        up += hidden
+        gpu_s += resident * machine.gpu_gemm_s(*experts)
         cpu_s += streamed * tasks.cpu_experts_s
-        cpu_bytes += streamed * n * experts_work(spec, share.tokens)[1]
+        cpu_bytes += streamed * n * experts[1]
     disk_bytes = policy.num_disk_layers * spec.expert_layer_bytes
+    return _SweepWork(n * gpu_s + head_s(spec, machine, load), n * cpu_s, cpu_bytes, up, down, disk_bytes)
 
-    link = profile.link
-    h2d_s = load_up.time_s(link.h2d_bytes_per_s, link.latency_s)
-    d2h_s = offload.time_s(link.d2h_bytes_per_s, link.latency_s)
-    against = link.slowdown_per_opposite_s
-    host_bytes = cpu_bytes + load_up.num_bytes + offload.num_bytes + disk_bytes
+
+def _busy_s(profile: HardwareProfile, work: _SweepWork) -> Mapping[HrmResource, float]:
+    up_s, down_s = work.solo_link_s(profile)
+    against = profile.link.slowdown_per_opposite_s
+    host_bytes = work.cpu_bytes + work.up.num_bytes + work.down.num_bytes + work.disk_bytes
     busy = {
-        HrmResource.GPU: n * gpu_s + head_s(spec, machine, load),
-        HrmResource.CPU: n * cpu_s,
+        HrmResource.GPU: work.gpu_s,
+        HrmResource.CPU: work.cpu_s,
         # Two directions that overlap for x seconds do share * x of work each, so the longer one, a, takes
         # a + b * (1 / share - 1) beside the shorter one, b; the same line for b is then the lower bound.
-        HrmResource.H2D: h2d_s + against * d2h_s,
-        HrmResource.D2H: d2h_s + against * h2d_s,
+        HrmResource.H2D: up_s + against * down_s,
+        HrmResource.D2H: down_s + against * up_s,
         HrmResource.HOST_MEMORY: host_bytes / profile.cpu.bandwidth_bytes_per_s,
-        HrmResource.DISK: disk_bytes / profile.disk.read_bytes_per_s if profile.disk else 0.0,
+        HrmResource.DISK: work.disk_bytes / profile.disk.read_bytes_per_s if profile.disk else 0.0,
     }
     return MappingProxyType(busy)
 
@@ -273,32 +292,27 @@ def _check_policy(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolic
 
 def sweep_cost(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad) -> SweepCost:
     _check_policy(spec, profile, policy)
-    return SweepCost(_busy_s(spec, profile, policy, load), profile.overheads.sweep_s)
+    return SweepCost(_busy_s(profile, _sweep_work(spec, profile, policy, load)), profile.overheads.sweep_s)
 
 
 def task_costs(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad) -> TaskCosts:
     """Task times of an average micro-batch of the sweep, stretched where the sweep's resources get in each other's way:
     both directions of the link, and the host's memory where CPU attention and the link ask for more than it has."""
-    busy = sweep_cost(spec, profile, policy, load).busy_s
-    tasks = _MicroBatch(spec, Machine(profile), policy, load.divided(policy.num_micro_batches)).tasks()
-    users = (HrmResource.CPU, HrmResource.H2D, HrmResource.D2H)
-    longest_s = max(busy[resource] for resource in users)
-    crowded = max(1.0, busy[HrmResource.HOST_MEMORY] / longest_s) if longest_s else 1.0
-    h2d_s, d2h_s = _solo_link_s(busy, profile.link.slowdown_per_opposite_s)
+    _check_policy(spec, profile, policy)
+    work = _sweep_work(spec, profile, policy, load)
+    busy = _busy_s(profile, work)
+    users_s = max(busy[resource] for resource in (HrmResource.CPU, HrmResource.H2D, HrmResource.D2H))
+    crowded = max(1.0, busy[HrmResource.HOST_MEMORY] / users_s) if users_s else 1.0
+    up_s, down_s = work.solo_link_s(profile)
+    # The shorter direction runs beside the longer one all of its time, the longer one part of its time.
+    shorter = 1.0 / profile.link.bidirectional_share
+    longer = 1.0 + profile.link.slowdown_per_opposite_s * min(up_s, down_s) / max(up_s, down_s, TINY_S)
     slowdown = dict.fromkeys(HrmResource, 1.0)
     slowdown[HrmResource.CPU] = crowded
-    slowdown[HrmResource.H2D] = crowded * (busy[HrmResource.H2D] / h2d_s if h2d_s >= d2h_s > 0 else 1.0)
-    slowdown[HrmResource.D2H] = crowded / profile.link.bidirectional_share
+    slowdown[HrmResource.H2D] = crowded * (longer if up_s >= down_s else shorter)
+    slowdown[HrmResource.D2H] = crowded * (shorter if up_s >= down_s else longer)
+    tasks = _MicroBatch(spec, Machine(profile), policy, load.divided(policy.num_micro_batches)).tasks()
     return replace(tasks, slowdown=MappingProxyType(slowdown))
-
-
-def _solo_link_s(busy: Mapping[HrmResource, float], against: float) -> tuple[float, float]:
-    """Seconds of each direction without the other, from the two lines of `_busy_s`."""
-    h2d_s, d2h_s = busy[HrmResource.H2D], busy[HrmResource.D2H]
-    if against >= 1.0:  # the directions take turns: the lines are equal and can't be told apart
-        return h2d_s, d2h_s
-    det = 1.0 - against * against
-    return (h2d_s - against * d2h_s) / det, (d2h_s - against * h2d_s) / det
 
 
 @dataclass(frozen=True)
@@ -336,7 +350,7 @@ def sweep_terms(
     spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, load: SweepLoad
 ) -> Mapping[HrmResource, Affine]:
     """Busy seconds of each resource as lines, for a solver; the policy's own continuous choices are ignored."""
-    return affine_terms(lambda choice: _busy_s(spec, profile, choice, load), policy)
+    return affine_terms(lambda choice: _busy_s(profile, _sweep_work(spec, profile, choice, load)), policy)
 
 
 @dataclass(frozen=True)
@@ -378,5 +392,5 @@ def steady_state_cost(spec: MoeModelSpec, profile: HardwareProfile, workload: Wo
         decode=sweep_cost(spec, profile, policy, steady_load(workload, policy)),
         num_prefill_sweeps=0.0,
         num_decode_sweeps=1.0,
-        num_tokens=float(policy.batch_size),
+        num_tokens=policy.batch_size,
     )

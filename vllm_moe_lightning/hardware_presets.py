@@ -113,7 +113,8 @@ GPU_PRESETS: dict[str, GpuPreset] = {
         memory=_DRIVER, bandwidth=_DATASHEET,
         flops="tables in public code, fp16 dense with fp32 accumulation",
         h2d="nvbandwidth beside a Xeon 8458P (tinygrad/open-gpu-kernel-modules#29)",
-        d2h_gb_per_s=57.3, d2h="same report", share=50.9 / 56.3, share_source="same report: 50.9 GB/s h2d while both run",
+        d2h_gb_per_s=57.3, d2h="same report",
+        share=50.9 / 56.3, share_source="same report: 50.9 GB/s h2d while both run",
     ),
 }  # fmt: skip
 

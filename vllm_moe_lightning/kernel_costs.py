@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import FLOPS_PER_PARAM, MoeModelSpec
+from vllm_moe_lightning.rowwise import larger
 from vllm_moe_lightning.workload import SweepLoad
 
 # Float32 logits are written once and read by the passes of sampling: temperature, maximum, softmax.
@@ -25,7 +26,7 @@ class Machine:
 
     def gpu_s(self, flops: float, num_bytes: float, flops_efficiency: float) -> float:
         gpu, reached = self.profile.gpu, self.profile.efficiencies
-        return max(
+        return larger(
             flops / (gpu.total_flops_per_s * flops_efficiency),
             num_bytes / (gpu.total_bandwidth_bytes_per_s * reached.gpu_bandwidth),
         )
@@ -38,14 +39,14 @@ class Machine:
 
     def cpu_attention_s(self, flops: float, num_bytes: float) -> float:
         cpu, reached = self.profile.cpu, self.profile.efficiencies
-        return max(
+        return larger(
             flops / (cpu.flops_per_s * reached.cpu_attention_flops),
             num_bytes / (cpu.bandwidth_bytes_per_s * reached.cpu_attention_bandwidth),
         )
 
     def cpu_gemm_s(self, flops: float, num_bytes: float) -> float:
         cpu, reached = self.profile.cpu, self.profile.efficiencies
-        return max(flops / (cpu.flops_per_s * reached.cpu_gemm), num_bytes / cpu.bandwidth_bytes_per_s)
+        return larger(flops / (cpu.flops_per_s * reached.cpu_gemm), num_bytes / cpu.bandwidth_bytes_per_s)
 
 
 def pre_attention_kernel_s(spec: MoeModelSpec, machine: Machine, load: SweepLoad) -> float:

@@ -14,6 +14,7 @@ from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.kernel_costs import LOGITS_BYTES
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.policy import NUM_SLOTS
+from vllm_moe_lightning.rowwise import larger, smaller
 from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload
 
 # Logits in float32, and the copy that sampling works on.
@@ -61,7 +62,7 @@ def _staging_bytes(spec: MoeModelSpec, policy: HrmPolicy, micro_batch: SweepLoad
     down = micro_batch.tokens * spec.kv_bytes_per_token_layer
     down += micro_batch.decode_seqs * attention.q_elements_per_token * width
     up = micro_batch.decode_seqs * attention.out_elements_per_token * width
-    return min(policy.lookahead, policy.num_micro_batches) * (down + up)
+    return smaller(policy.lookahead, policy.num_micro_batches) * (down + up)
 
 
 def kv_bytes(spec: MoeModelSpec, workload: Workload, policy: HrmPolicy) -> float:
@@ -74,7 +75,7 @@ def _gpu_items(
 ) -> Mapping[str, float]:
     share = peak.divided(policy.num_micro_batches)
     hidden_tokens = share.tokens * 2 if hidden_via_host(policy, peak) else peak.tokens
-    hidden_tokens = max(hidden_tokens, float(policy.batch_size))
+    hidden_tokens = larger(hidden_tokens, policy.batch_size)
     hidden_bytes = spec.hidden * spec.widths.activation_bytes
     context = workload.final_context * spec.kv_bytes_per_token_layer
     frames = NUM_SLOTS * policy.micro_batch_size * context if policy.attention_on_gpu else 0.0
@@ -88,7 +89,7 @@ def _gpu_items(
             "hidden states": hidden_tokens * hidden_bytes * HIDDEN_COPIES * profile.gpu.num_gpus,
             "activations of a micro-batch": _activation_bytes(spec, share),
             "staging": _staging_bytes(spec, policy, share),
-            "logits": max(peak.seqs, policy.batch_size) * spec.vocab * LOGITS_BYTES * LOGITS_COPIES,
+            "logits": larger(peak.seqs, policy.batch_size) * spec.vocab * LOGITS_BYTES * LOGITS_COPIES,
             "KV cache on the GPU": policy.kv_gpu_ratio * kv_bytes(spec, workload, policy),
             "KV frames": frames * (1.0 - policy.kv_gpu_ratio),
         }

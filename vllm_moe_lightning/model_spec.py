@@ -223,9 +223,8 @@ class MoeModelSpec:
 
     def expected_experts_touched(self, num_tokens: float) -> float:
         """Distinct experts that `num_tokens` tokens choose, routing uniformly: E * (1 - (1 - k/E)^tokens)."""
-        if num_tokens <= 0:
-            return 0.0
-        return float(self.num_experts * (1.0 - (1.0 - self.top_k / self.num_experts) ** num_tokens))
+        idle: float = (1.0 - self.top_k / self.num_experts) ** num_tokens
+        return self.num_experts * (1.0 - idle)
 
     def mean_context_read(self, context: float) -> float:
         """Tokens of KV that decode attention reads per sequence, averaged over the layers."""

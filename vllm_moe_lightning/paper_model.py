@@ -1,4 +1,4 @@
-"""The paper's model exactly as its artifact computes it, errors and all: to check our reading of it, never to plan with.
+"""The paper's model as its artifact computes it, errors and all: to check our reading of it, never to plan with.
 
 What the artifact gets wrong, on purpose kept here: attention counts one of QK^T and PV; all experts are always touched;
 the context is the longest, not the mean; prefill, projections and LM head take no time; embeddings take no memory; FFN
@@ -49,8 +49,7 @@ class PaperModel:
         """Counts one of the two products, and a softmax."""
         head_dim = self.hidden / self.num_q_heads
         return (
-            2 * tokens * query * context * self.num_q_heads * head_dim
-            + 2 * tokens * query * context * self.num_q_heads
+            2 * tokens * query * context * self.num_q_heads * head_dim + 2 * tokens * query * context * self.num_q_heads
         )
 
     def attention_bytes(self, tokens: float, query: float, context: float) -> float:
@@ -179,9 +178,7 @@ def _micro_batch_sizes() -> Iterator[int]:
         mu += 32
 
 
-def best_paper_plan(
-    model: PaperModel, hardware: PaperHardware, prompt_len: float, gen_len: int
-) -> PaperPlan | None:
+def best_paper_plan(model: PaperModel, hardware: PaperHardware, prompt_len: float, gen_len: int) -> PaperPlan | None:
     """The artifact's search: for each mu on its grid, counts upward until throughput drops first."""
     best: PaperPlan | None = None
     for mu in _micro_batch_sizes():
@@ -204,9 +201,7 @@ MIXTRAL_8X22B = PaperModel(56, 6144, 16384, 48, 8, 8, 2)
 DBRX = PaperModel(40, 6144, 10752, 48, 8, 16, 4)
 
 
-def artifact_l4(
-    cpu_memory_gib: float = 184.29, cpu_gb_per_s: float = 76, *, padded: bool = False
-) -> PaperHardware:
+def artifact_l4(cpu_memory_gib: float = 184.29, cpu_gib_per_s: float = 76, *, padded: bool = False) -> PaperHardware:
     """S2's machine as the artifact has it. Its host memory is what was free when it started."""
     return PaperHardware(
         gpu_memory_bytes=24 * GIB,
@@ -214,15 +209,13 @@ def artifact_l4(
         gpu_flops_per_s=104e12,
         link_bytes_per_s=16 * GIB,
         cpu_memory_bytes=cpu_memory_gib * GIB,
-        cpu_bytes_per_s=cpu_gb_per_s * GIB,
+        cpu_bytes_per_s=cpu_gib_per_s * GIB,
         cpu_flops_per_s=1.6e12,
         padded_prefill_form=padded,
     )
 
 
-def artifact_t4(
-    cpu_memory_gib: float = 184.29, cpu_gb_per_s: float = 76, *, tp_size: int = 1
-) -> PaperHardware:
+def artifact_t4(cpu_memory_gib: float = 184.29, cpu_gib_per_s: float = 76, *, tp_size: int = 1) -> PaperHardware:
     """The machines of S1 and S6 to S9."""
     return PaperHardware(
         gpu_memory_bytes=15 * GIB,
@@ -230,7 +223,7 @@ def artifact_t4(
         gpu_flops_per_s=65e12,
         link_bytes_per_s=16 * GIB,
         cpu_memory_bytes=cpu_memory_gib * GIB,
-        cpu_bytes_per_s=cpu_gb_per_s * GIB,
+        cpu_bytes_per_s=cpu_gib_per_s * GIB,
         cpu_flops_per_s=0.8e12,
         tp_size=tp_size,
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_moe_lightning.rowwise import larger
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -88,6 +90,11 @@ class SweepLoad:
         return self.prefill_seqs * self.prefill_len
 
     @property
+    def decodes(self) -> bool:
+        """Whether there are decode tokens at all: such a sequence has a context."""
+        return self.decode_context > 0
+
+    @property
     def tokens(self) -> float:
         return self.decode_seqs + self.prefill_tokens
 
@@ -110,7 +117,7 @@ def num_prefill_sweeps(workload: Workload, policy: HrmPolicy) -> float:
     """Sweeps that the prompts of a static batch take; not rounded, since batches follow each other."""
     if policy.prefill_tokens_per_sweep is None:
         return 1.0
-    return max(policy.batch_size * workload.prompt_len / policy.prefill_tokens_per_sweep, 1.0)
+    return larger(policy.batch_size * workload.prompt_len / policy.prefill_tokens_per_sweep, 1.0)
 
 
 def prefill_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
@@ -124,7 +131,7 @@ def steady_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
     starting = policy.batch_size / workload.gen_len
     return SweepLoad(
         decode_seqs=policy.batch_size - starting,
-        decode_context=workload.mean_decode_context,
+        decode_context=workload.mean_decode_context if workload.gen_len > 1 else 0.0,
         prefill_seqs=starting,
         prefill_len=workload.prompt_len,
     )

@@ -109,7 +109,7 @@ def random_aborts(
             _add(llm, name, prompts[index], {"max_tokens": max_tokens})
             under_way.append(name)
             added += 1
-        for _ in range(generator.choice((0, 1, 1, 2, 5))):
+        for _ in range(generator.choice((0, 0, 0, 0, 1, 2, 5))):
             if under_way and aborted < count:
                 name = under_way.pop(generator.randrange(len(under_way)))
                 llm.llm_engine.abort_request([name])

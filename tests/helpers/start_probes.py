@@ -33,7 +33,7 @@ def _report(topic: str, value: Any) -> None:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes resident now and at most, without the pages of mapped files."""
+    """Bytes resident now, and at most."""
     status = Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return {key: int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM")}
@@ -45,18 +45,20 @@ def measure_memory_of_two_engines() -> None:
 
     construct = LLM.__init__
 
+    def construct_and_run(engine: Any, *args: Any, **options: Any) -> None:
+        construct(engine, *args, **options)
+        engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2), use_tqdm=False)
+        _report("MEMORY", _memory())
+
     def construct_twice(self: Any, *args: Any, **options: Any) -> None:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
         _report("MEMORY", _memory())
         first = LLM.__new__(LLM)
-        for engine in (first, self):
-            construct(engine, *args, **options)
-            engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=2), use_tqdm=False)
-            _report("MEMORY", _memory())
-            if engine is first:
-                del engine, first
-                gc.collect()
+        construct_and_run(first, *args, **options)
+        del first
+        gc.collect()
+        construct_and_run(self, *args, **options)
 
     LLM.__init__ = construct_twice
 
@@ -132,8 +134,9 @@ def _after_each_answer(action: Any) -> None:
 
 def register_three_times() -> None:
     """Reports the depth of wrapping after each call."""
-    import vllm_moe_lightning
     from vllm.platforms import current_platform
+
+    import vllm_moe_lightning
 
     for _ in range(3):
         vllm_moe_lightning.register()

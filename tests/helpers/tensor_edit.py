@@ -53,4 +53,4 @@ def repeat_router_rows(tensors: dict[str, torch.Tensor], groups: list[list[int]]
     for name, tensor in tensors.items():
         if is_router(name):
             for first, *others in groups:
-                tensor[others] = tensor[first]
+                tensor[others] = tensor[first].clone()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.helpers.engine import EngineFailedError, Job
 from tests.helpers.engine_call import call, calls, result_of
 from tests.helpers.oracle import assert_same_tokens, greedy
 from tests.helpers.paging import assert_pages_are_exact, reconfigured, run_paged, run_stock
-from tests.helpers.prompt_logprobs import distances_from_float32, router_scores, transformers_logprobs
+from tests.helpers.prompt_logprobs import distances_from_float32, router_scores
 from tests.helpers.prompts import standard_prompts
 from tests.helpers.tensor_edit import edit_tensors, give_routers_a_constant, repeat_router_rows, set_router_bias
 from vllm_moe_lightning.kv_cache import kv_bytes_per_token
@@ -49,7 +48,9 @@ def test_long_prompts_in_small_chunks_stay_right_whenever_copies_run(timing, che
     """B03. Two slots, chunks of 32 tokens. A seed's random delays go on from run to run, so each run is another draw:
     4 seeds x 5 runs = 20 draws."""
     prompts, oracle = long_prompts
-    debug = {"copy_timing": "jitter", "seed": timing, "jitter_max_ms": 0.3} if timing != "lazy" else {"copy_timing": timing}
+    debug = (
+        {"copy_timing": "jitter", "seed": timing, "jitter_max_ms": 0.3} if timing != "lazy" else {"copy_timing": timing}
+    )
     runs = 2 if timing == "lazy" else RUNS_PER_SEED
     jobs = [
         Job(prompts, {"max_tokens": 10}, before=reconfigured(num_micro_batches=1 + index % 3)) for index in range(runs)
@@ -146,7 +147,7 @@ def test_poisoned_memory_reaches_no_logit(arch, tmp_path):
 
 def scores_below_minus_five(tensors):
     give_routers_a_constant(tensors)
-    set_router_bias(tensors, -8.0)
+    set_router_bias(tensors, -14.0)
 
 
 def ties(tensors):
@@ -170,7 +171,10 @@ def ties(tensors):
 )
 def test_routing_weights_are_those_of_the_config(arch, options, change, tmp_path):
     """B13. A wrong weight or expert for any token shows in the log-probability of the next prompt token, so all of them
-    are compared: with transformers, and where scores tie exactly (which it may break its own way) with stock vLLM."""
+    are compared: with transformers, and where scores tie exactly (which it may break its own way) with stock vLLM.
+    Scores pushed down to -300 lose digits, hence a wider tolerance there; another expert would cost 0.01 and more.
+    """
+    scale = 5 if change is scores_below_minus_five else 1
     model = write_checkpoint(tmp_path, arch, **options)
     if change is not None:
         edit_tensors(model, change)
@@ -183,9 +187,9 @@ def test_routing_weights_are_those_of_the_config(arch, options, change, tmp_path
         assert [answer["token_ids"] for answer in ours] == [answer["token_ids"] for answer in stock]
         for mine, theirs in zip(ours, stock, strict=True):
             for kind in ("prompt_logprobs", "logprobs"):
-                assert values(mine[kind]) == pytest.approx(values(theirs[kind]), abs=LOGPROB_TOLERANCE)
+                assert values(mine[kind]) == pytest.approx(values(theirs[kind]), abs=scale * LOGPROB_TOLERANCE)
         if change is not ties:
-            assert distances_from_float32(model, prompts, ours)[0].max() < HF_TOLERANCE
+            assert distances_from_float32(model, prompts, ours)[0].max() < scale * HF_TOLERANCE
     if change is scores_below_minus_five:
         assert router_scores(model, prompts).max() < -5
 
@@ -210,7 +214,9 @@ def test_any_number_of_experts_and_choices_works_at_any_batch_size(num_experts, 
     batches = [singles[:1], singles[:7], singles, long]
     sampling = {"max_tokens": 4}
     jobs = [
-        Job(batch, sampling, before=reconfigured(num_micro_batches=n, schedule="cgopipe")) for n in (1, 3) for batch in batches
+        Job(batch, sampling, before=reconfigured(num_micro_batches=n, schedule="cgopipe"))
+        for n in (1, 3)
+        for batch in batches
     ]
     result = run_paged(model, jobs)
     stock = run_stock(model, [Job(batch, sampling) for batch in batches])
@@ -285,7 +291,8 @@ def test_float32_answers_do_not_depend_on_company_order_or_threads(checkpoint, h
     for threads in (1, 2):
         for number, count in enumerate((1, 2, 8)):
             add(list(range(16)), count, *([call("use_threads", count=threads)] if number == 0 else []))
-            add(order, count)
+            if threads == 1:
+                add(order, count)
     for index in range(16):
         add([index], 2)
     result = run_paged(model, jobs)

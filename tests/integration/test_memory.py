@@ -33,7 +33,12 @@ def measured(checkpoint, intermediate_size):
         preload=[probe("measure_memory_of_two_engines")],
     )
     (stats,) = result.jobs[0].stats
-    return sum(expert_bytes_per_layer(model)), stats["expert_bytes_on_device"], findings(result.log, "MEMORY"), result.log
+    return (
+        sum(expert_bytes_per_layer(model)),
+        stats["expert_bytes_on_device"],
+        findings(result.log, "MEMORY"),
+        result.log,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +57,7 @@ def test_host_memory_holds_the_experts_once_also_while_loading(large, small):
     (experts, on_device, (before, first, _), _), (few, few_on_device, (before_small, first_small, _), _) = large, small
     added, slots = experts - few, on_device - few_on_device
     everything_else = first_small["VmRSS"] - before_small["VmRSS"]
-    assert added > 300 * MIB
+    assert added >= 300 * MIB
     growth = first["VmRSS"] - before["VmRSS"] - everything_else
     assert growth >= 0.9 * added, "measured something else"
     assert growth <= 1.10 * added + slots
@@ -70,7 +75,9 @@ def test_a_second_engine_in_the_process_takes_the_place_of_the_first(large):
 def test_the_log_tells_bytes_asked_for_and_taken(large):
     """B01."""
     experts, _, _, log = large
-    pattern = r"moe_lightning: \d+ MoE layers, ([\d.]+) MiB of experts; \d+ layers streamed from ([\d.]+) MiB of host pages"
+    pattern = (
+        r"moe_lightning: \d+ MoE layers, ([\d.]+) MiB of experts; \d+ layers streamed from ([\d.]+) MiB of host pages"
+    )
     asked, taken = re.findall(pattern, log)[0]
     assert float(asked) == pytest.approx(experts / MIB, abs=0.1)
     assert float(asked) <= float(taken) <= 1.01 * float(asked) + 0.1

@@ -31,18 +31,14 @@ class Schedule(StrEnum):
 @app.command()
 def run(
     model: Annotated[Path, typer.Option(help="Folder of a Hugging Face checkpoint.")],
-    prompts: Annotated[
-        Path, typer.Option(help="Text, a prompt a line (\\n for newlines), or JSONL with 'prompt'.")
-    ],
+    prompts: Annotated[Path, typer.Option(help="Text, a prompt a line (\\n for newlines), or JSONL with 'prompt'.")],
     report: Annotated[Path | None, typer.Option(help="Where the figures go, as JSON.")] = None,
     output: Annotated[Path | None, typer.Option(help="Where prompts and answers go, as JSONL.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     seed: Annotated[int, typer.Option()] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16, float32 or auto.")] = "auto",
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")
-    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 256,
     kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="Host memory for keys and values.")] = 1.0,
     num_micro_batches: Annotated[int, typer.Option(min=1)] = 4,

@@ -14,7 +14,7 @@ from typing import Literal
 from vllm_moe_lightning.errors import UnsupportedError
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
-CHECKED_VERSIONS = "0.32.0 (run), 0.33.0 (read)"
+CHECKED_VERSIONS = "0.32.0 (run), 0.33.0 (names and parameters read)"
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,7 @@ LEDGER: tuple[TouchedName, ...] = (
         "the CPU platform honours --attention-backend",
         ("backend", "class_path"),
     ),
-    TouchedName(
-        "vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN", "use", "as above", "as above"
-    ),
+    TouchedName("vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN", "use", "as above", "as above"),
     TouchedName("vllm.v1.attention.backend:AttentionBackend", "subclass", "host attention", "never"),
     TouchedName("vllm.v1.attention.backend:AttentionImpl", "subclass", "host attention", "never"),
     TouchedName("vllm.v1.attention.backend:AttentionMetadataBuilder", "subclass", "host attention", "never"),
@@ -112,9 +110,7 @@ LEDGER: tuple[TouchedName, ...] = (
     ),
     TouchedName("vllm.v1.core.sched.scheduler:Scheduler", "subclass", "our scheduler", "never"),
     TouchedName("vllm.v1.core.sched.async_scheduler:AsyncScheduler", "subclass", "our scheduler", "never"),
-    TouchedName(
-        "vllm.v1.worker.worker_base:WorkerBase.load_model", "patch", "overridden in our worker", "never"
-    ),
+    TouchedName("vllm.v1.worker.worker_base:WorkerBase.load_model", "patch", "overridden in our worker", "never"),
     TouchedName(
         "vllm.model_executor.models.dbrx:DbrxForCausalLM",
         "patch",

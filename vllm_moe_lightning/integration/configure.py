@@ -47,18 +47,14 @@ def configure(vllm_config: Any) -> None:
     parallel.worker_cls = WORKER_CLS
 
     asynchronous = bool(vllm_config.scheduler_config.async_scheduling) and not current_platform.is_cpu()
-    scheduler_cls = (
-        f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
-    )
+    scheduler_cls = f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
     given = vllm_config.scheduler_config.scheduler_cls
     if given not in (None, scheduler_cls):
         raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
     vllm_config.scheduler_config.scheduler_cls = scheduler_cls
 
     if not vllm_config.model_config.enforce_eager:
-        logger.info(
-            "moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)"
-        )
+        logger.info("moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)")
         vllm_config.model_config.enforce_eager = True
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
@@ -76,9 +72,7 @@ def _refuse_device(options: MoeLightningConfig) -> None:
     wanted = options.device
     if current_platform.is_cpu():
         if wanted == "cuda":
-            raise UnsupportedError(
-                "moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option"
-            )
+            raise UnsupportedError("moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option")
         return
     raise UnsupportedError(
         "moe_lightning runs on vLLM's CPU build so far (device 'emulated'); the device for "

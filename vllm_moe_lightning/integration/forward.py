@@ -36,7 +36,9 @@ class PipelinedForward:
         self._forward = model.forward
         self._vllm_config = vllm_config
         self._executor = executor
-        model.forward = self  # an instance attribute: the class stays as it is
+        # An instance attribute: the class stays as it is. A bound method, since vLLM caches what it finds out about
+        # `forward` and unwraps only those; anything else it would keep, and with it the host pages, after our end.
+        model.forward = self.__call__
 
     def __call__(
         self,

@@ -50,11 +50,7 @@ class MoELightningWorker(CPUWorker):
             super().load_model(*args, **kwargs)
             self._offloader.post_init()
         set_offloader(None)  # the global would keep the host pages alive after this engine's end
-        model = self.model_runner.get_model()
-        self._runtime.attach(model)
-        # As a bound method: vLLM caches what it finds out about `forward`, and unwraps only those. Anything else it
-        # would keep, and with it the host pages, after this engine's end.
-        model.forward = model.forward.__call__
+        self._runtime.attach(self.model_runner.get_model())
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)

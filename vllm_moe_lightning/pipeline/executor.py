@@ -73,6 +73,7 @@ class PipelineExecutor:
         self._coroutines: list[MicroBatchCoroutine[Any]] = []
         self._micro_batches: Sequence[MicroBatch[Any]] = []
         self._requests: dict[int, AttentionRequest] = {}
+        self._last_schedule: str | None = None
         self.in_sweep = False
 
     def schedule_for(self, num_micro_batches: int, *, with_attention: bool = True) -> Schedule:
@@ -102,9 +103,12 @@ class PipelineExecutor:
         self._coroutines = [MicroBatchCoroutine(index, batch.body) for index, batch in enumerate(micro_batches)]
         self.in_sweep = True
         try:
+            if self._last_schedule not in (None, schedule.name):
+                self.device.synchronize()  # a schedule's waits order it after its own earlier sweeps, not another's
+            self._last_schedule = schedule.name
             path.begin_sweep([batch.rows for batch in micro_batches if batch.rows is not None])
             self._bring_up_first_layer(schedule)
-            for task in schedule.tasks:
+            for task in schedule.launch_order:
                 self._launch(task, path)
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:

@@ -6,9 +6,10 @@ the same executor and simulator.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
 
@@ -48,6 +49,31 @@ class Schedule:
     tasks: tuple[Task, ...]
     prefetches_first_layer: bool
     """Whether a sweep brings up the first streamed layer of the next one (else each sweep starts with it)."""
+
+    @cached_property
+    def launch_order(self) -> tuple[Task, ...]:
+        """The tasks as they are launched: as in `tasks` on each resource, but the others' before a GPU task that they
+        need not follow. The emulated device computes in the launching thread, and its link would pause until then.
+        """
+        position = {task.key: index for index, task in enumerate(self.tasks)}
+        must_follow: list[set[int]] = [set() for _ in self.tasks]
+        for index, task in enumerate(self.tasks):
+            for awaited in (position[key] for key in task.after if key in position):
+                if awaited < index:
+                    must_follow[index].add(awaited)
+                else:  # it waits for the task of that name of the sweep before, whose event must not be replaced yet
+                    must_follow[awaited].add(index)
+        queues = {
+            resource: deque(index for index, task in enumerate(self.tasks) if task.resource is resource)
+            for resource in (Resource.D2H, Resource.CPU, Resource.H2D, Resource.GPU)
+        }
+        order: list[int] = []
+        launched: set[int] = set()
+        while len(order) < len(self.tasks):
+            ready = next(queue for queue in queues.values() if queue and must_follow[queue[0]] <= launched)
+            order.append(ready.popleft())
+            launched.add(order[-1])
+        return tuple(self.tasks[index] for index in order)
 
     def wait_names(self) -> tuple[str, ...]:
         """The kinds of waits in this schedule, each of which a race test removes in turn."""

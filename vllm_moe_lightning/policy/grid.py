@@ -2,7 +2,7 @@
 
 A row fixes micro-batch size, count and the places of attention and FFN; what is left, (resident layers R, KV ratio k,
 disk layers D), enters the cost model along straight lines, found by evaluating the model itself for all rows at once.
-Where the model has a step (the last streamed layer gone, the first layer on disk) the sides are different rows.
+Where the model has a step, with the last streamed layer gone, the two sides are different rows.
 Units from here on: GB and milliseconds per generated token, so that a solver sees numbers near one.
 """
 
@@ -268,16 +268,26 @@ def _figures(
 class _Tabulator:
     """Makes the rows of one pair of places after the other."""
 
-    def __init__(
-        self, spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, limits: PlanLimits
-    ) -> None:
+    def __init__(self, spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, limits: PlanLimits) -> None:
         self.spec, self.profile, self.workload, self.limits = spec, profile, workload, limits
-        self.size, self.count = _sizes_and_counts(limits)
+        self.all_sizes, self.all_counts = _sizes_and_counts(limits)
+        self.size, self.count = self.all_sizes, self.all_counts
 
-    def block(self, attention_on_gpu: bool, ffn_on_gpu: bool, bounds: tuple[int, int, int, int]) -> PlanTable:
-        """Rows of all sizes and counts. bounds: lowest and highest R, lowest and highest D; lines hold between them."""
-        min_resident, max_resident, min_disk, max_disk = bounds
+    def _keep_what_overlaps(self, on_gpu_alone: bool) -> None:
+        """Eq. 12 takes all resources to overlap. A micro-batch whose work alternates between GPU and CPU leaves both
+        idle in turn unless others run meanwhile: the look-ahead's and one more."""
+        self.size, self.count = self.all_sizes, self.all_counts
+        overlaps = self.count > self.limits.lookahead
+        if not on_gpu_alone and overlaps.any():
+            self.size, self.count = self.size[overlaps], self.count[overlaps]
+
+    def block(
+        self, attention_on_gpu: bool, ffn_on_gpu: bool, resident_bounds: tuple[int, int], max_disk: int
+    ) -> PlanTable:
+        """Rows of all sizes and counts. The lines hold for R within the bounds, which are inclusive."""
+        min_resident, max_resident = resident_bounds
         limits = self.limits
+        self._keep_what_overlaps(attention_on_gpu and (ffn_on_gpu or min_resident == self.spec.num_moe_layers))
         corner = _PolicyArrays(
             self.size,
             self.count,
@@ -286,7 +296,6 @@ class _Tabulator:
             limits.prefill_tokens_per_sweep,
             limits.lookahead,
             num_resident_layers=min_resident,
-            num_disk_layers=min_disk,
         )
 
         def figures(arrays: _PolicyArrays) -> dict[_Key, Floats]:
@@ -298,13 +307,12 @@ class _Tabulator:
             more_resident = figures(replace(corner, num_resident_layers=min_resident + 1))
         if attention_on_gpu:
             more_kv = figures(replace(corner, kv_gpu_ratio=1.0))
-        if max_disk > min_disk:
-            more_disk = figures(replace(corner, num_disk_layers=min_disk + 1))
+        if max_disk:
+            more_disk = figures(replace(corner, num_disk_layers=1.0))
         lines = {}
         for key, value in base.items():
-            resident, disk = more_resident[key] - value, more_disk[key] - value
-            constant = value - resident * min_resident - disk * min_disk
-            lines[key] = Line(constant, resident, more_kv[key] - value, disk)
+            resident = more_resident[key] - value
+            lines[key] = Line(value - resident * min_resident, resident, more_kv[key] - value, more_disk[key] - value)
         ones = np.ones_like(self.size)
         phases = [phase for phase in ("prefill", "decode") if (phase, HrmResource.GPU) in lines]
         return PlanTable(
@@ -315,7 +323,7 @@ class _Tabulator:
             min_resident=ones * min_resident,
             max_resident=ones * max_resident,
             max_kv_ratio=ones * attention_on_gpu,
-            min_disk=ones * min_disk,
+            min_disk=np.zeros_like(ones),
             max_disk=ones * max_disk,
             times_ms={phase: {resource: lines[phase, resource] for resource in HrmResource} for phase in phases},
             overhead_ms=base[_OVERHEAD],
@@ -339,12 +347,10 @@ def tabulate(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, l
     blocks = []
     for attention_on_gpu in _allowed(limits.attention_on_gpu):
         for ffn_on_gpu in _allowed(limits.ffn_on_gpu):
-            blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (0, layers - 1, 0, 0)))
-            if max_disk:
-                blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (0, layers - 1, 1, max_disk)))
+            blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (0, layers - 1), max_disk))
         # Once every layer is resident the place of the others' experts means nothing.
         ffn_on_gpu = limits.ffn_on_gpu is not False
-        blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (layers, layers, 0, 0)))
+        blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (layers, layers), 0))
     return _joined(blocks)
 
 

@@ -16,9 +16,12 @@ of the rows' polyhedra. GB and ms throughout: in bytes and seconds HiGHS drops c
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +31,10 @@ from vllm_moe_lightning.errors import MoeLightningError, PolicyInfeasibleError
 from vllm_moe_lightning.policy.grid import Choice, Line, PlanTable
 from vllm_moe_lightning.policy.screening import FEASIBILITY_GB
 
-RELATIVE_GAP = 1e-5
+SOLVER_OPTIONS: dict[str, Any] = {"mip_rel_gap": 1e-5}
 LARGEST_VIOLATION = 1e-5
+# What cvxpy uses of highspy.
+HIGHSPY_NAMES = ("Highs", "HighsModel", "HighsVarType", "MatrixFormat")
 # Between plans of equal speed: keep more layers on the GPU, and touch the disk and the GPU's KV less.
 PREFERENCE = 1e-6
 # A constraint with less slack than this share of its right-hand side is called tight.
@@ -54,20 +59,25 @@ def load_solver() -> Any:
         cp = importlib.import_module("cvxpy")
     except ImportError as error:
         raise MoeLightningError(f"planning needs cvxpy ({error}): pip install cvxpy highspy") from error
-    if cp.HIGHS not in cp.installed_solvers():
+    fault = _highspy_fault()
+    if fault is None and cp.HIGHS not in cp.installed_solvers():
+        fault = "it imports, but cvxpy refuses it"
+    if fault is not None:
         raise MoeLightningError(
-            f"planning needs HiGHS, which cvxpy can't load ({_why_no_highspy()}): "
+            f"planning needs HiGHS through cvxpy, and highspy is missing, too old or broken ({fault}): "
             "pip install --force-reinstall --no-deps highspy"
         )
     return cp
 
 
-def _why_no_highspy() -> str:
+def _highspy_fault() -> str | None:
+    """cvxpy lists HiGHS as soon as `import highspy` succeeds, and would fail in the middle of a solve."""
     try:
-        version = getattr(importlib.import_module("highspy"), "__version__", "of unknown version")
+        highspy = importlib.import_module("highspy")
     except ImportError as error:
         return f"import highspy: {error}"
-    return f"highspy {version} imports, but this cvxpy refuses it"
+    missing = [name for name in HIGHSPY_NAMES if not hasattr(highspy, name)]
+    return f"it has no {', '.join(missing)}" if missing else None
 
 
 def solve_milp(table: PlanTable, time_limit_s: float) -> MilpPlan:
@@ -129,13 +139,32 @@ def solve_milp(table: PlanTable, time_limit_s: float) -> MilpPlan:
 
 def _solve(cp: Any, problem: Any, time_limit_s: float) -> str:
     """Solver status; trouble inside the solver is a status too, since the caller has another way to a plan."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _silent_stdout():
         warnings.simplefilter("ignore")  # "may be inaccurate": the violations are checked
         try:
-            problem.solve(solver=cp.HIGHS, time_limit=time_limit_s, mip_rel_gap=RELATIVE_GAP)
+            problem.solve(solver=cp.HIGHS, time_limit=time_limit_s, **SOLVER_OPTIONS)
         except cp.error.SolverError as error:
             return f"solver error: {error}"
     return str(problem.status)
+
+
+@contextlib.contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """highspy 1.16 prints a banner from C when its first solver is made, whatever its options say, which would spoil
+    JSON on stdout. Remove when it honours `output_flag`."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # no stdout at all
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _tight(constraints: Mapping[str, Any], table: PlanTable, row: int, choice: Choice) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vllm_moe_lightning.policy.grid import LARGEST_NUM_MICRO_BATCHES, Bools, Choice, Floats, Line, PlanTable
 
@@ -18,6 +19,8 @@ FEASIBILITY_GB = 2e-6
 # Rows closer than this are a tie, and the simpler plan wins: far below what the cost model can tell apart.
 TIE = 2e-4
 MAX_ROWS = 128
+# Rows that the solver gets though their bound says no: it shall choose, and show that the bound was right.
+MIN_ROWS = 24
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Screened:
     table: PlanTable
     """The rows that stayed, best bound first; their R and k bounded by what memory allows, their times stretched by
     up to TIE for complexity."""
-    index: np.ndarray[tuple[int], np.dtype[np.intp]]
+    index: NDArray[np.intp]
     """Of these rows in the full table."""
     incumbent: tuple[int, Choice] | None
     """The plan in hand: row of `table` and choice."""
@@ -44,18 +47,21 @@ def screen(table: PlanTable) -> Screened:
     rows = _stretched(rows)
     lower_ms = _lower_bound_ms(rows)
     best_ms, choices = _plans_in_hand(rows)
+    open_rows = np.flatnonzero(lower_ms <= best_ms.min())
+    if len(open_rows) > MAX_ROWS:
+        _split_by_resident_layers(rows, open_rows, lower_ms, best_ms, choices)
     leader = int(np.argmin(best_ms))
     has_plan = bool(np.isfinite(best_ms[leader]))
     order = np.argsort(lower_ms, kind="stable")
-    order = order[(lower_ms[order] <= best_ms[leader]) & (order != leader)]
-    order = np.concatenate([[leader], order]).astype(np.intp)
+    num_open = int((lower_ms <= best_ms[leader]).sum())
+    kept = order[: min(max(num_open, MIN_ROWS), MAX_ROWS)]
     gap = 0.0
-    if len(order) > MAX_ROWS:
+    if num_open > MAX_ROWS:
         gap = max(0.0, 1.0 - float(lower_ms[order[MAX_ROWS]] / best_ms[leader])) if has_plan else 1.0
-        order = order[:MAX_ROWS]
+    kept = np.concatenate([[leader], kept[kept != leader]]).astype(np.intp)
     resident, kv_ratio, disk = (float(array[leader]) for array in choices)
     incumbent = (0, (resident, kv_ratio, disk)) if has_plan else None
-    return Screened(rows.rows(order), index[order], incumbent, len(index), gap)
+    return Screened(rows.rows(kept), index[kept], incumbent, len(index), gap)
 
 
 def _bounded_by_memory(table: PlanTable) -> tuple[Bools, PlanTable]:
@@ -84,8 +90,9 @@ def _bounded_by_memory(table: PlanTable) -> tuple[Bools, PlanTable]:
 
 def _shares(room: Floats, per_unit: Floats) -> Floats:
     """room / per_unit; without end where a unit takes nothing, and below zero where there is no room."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(per_unit > 1e-12, room / per_unit, np.where(room >= 0.0, np.inf, -np.inf))
+    without_end = np.where(room >= 0.0, np.inf, -1.0)
+    shares: Floats = np.divide(room, per_unit, out=without_end, where=per_unit > 1e-12)
+    return shares
 
 
 def _stretched(rows: PlanTable) -> PlanTable:
@@ -108,7 +115,9 @@ def _lower_bound_ms(rows: PlanTable) -> Floats:
     gpu = rows.gpu_gb
     room = rows.gpu_budget_gb - gpu.at(rows.min_resident, 0.0, rows.min_disk)
     layers = rows.max_resident - rows.min_resident
-    kv_beside_layers = np.clip(_shares(room - gpu.per_resident_layer * layers, gpu.per_kv_gpu_ratio), 0.0, rows.max_kv_ratio)
+    kv_beside_layers = np.clip(
+        _shares(room - gpu.per_resident_layer * layers, gpu.per_kv_gpu_ratio), 0.0, rows.max_kv_ratio
+    )
     kv_used = np.maximum(gpu.per_kv_gpu_ratio, 0.0) * rows.max_kv_ratio
     layers_beside_kv = np.clip(_shares(room - kv_used, gpu.per_resident_layer), 0.0, layers)
 
@@ -118,12 +127,35 @@ def _lower_bound_ms(rows: PlanTable) -> Floats:
             per_layer * layers + per_kv * kv_beside_layers, per_layer * layers_beside_kv + per_kv * rows.max_kv_ratio
         )
         disk = np.where(line.per_disk_layer >= 0.0, rows.min_disk, rows.max_disk)
-        return line.at(rows.min_resident, 0.0, disk) - saved
+        least: Floats = line.at(rows.min_resident, 0.0, disk) - saved
+        return least
 
     total = rows.overhead_ms
     for lines in rows.times_ms.values():
         total = total + np.max([least_ms(line) for line in lines.values()], axis=0)
     return total
+
+
+def _split_by_resident_layers(
+    rows: PlanTable, index: NDArray[np.intp], lower_ms: Floats, best_ms: Floats, choices: tuple[Floats, Floats, Floats]
+) -> None:
+    """Sharper bounds and plans of some rows, in place: R and k compete for GPU memory, and with R fixed the bound no
+    longer gives each resource its own share of both."""
+    sharper_ms = np.full(len(index), np.inf)
+    part = rows.rows(index)
+    for resident in range(int(part.min_resident.min()), int(part.max_resident.max()) + 1):
+        inside = np.flatnonzero((part.min_resident <= resident) & (resident <= part.max_resident))
+        fixed = part.rows(inside)
+        ones = np.ones(len(inside))
+        possible, fixed = _bounded_by_memory(replace(fixed, min_resident=ones * resident, max_resident=ones * resident))
+        inside, fixed = inside[possible], fixed.rows(np.flatnonzero(possible))
+        sharper_ms[inside] = np.minimum(sharper_ms[inside], _lower_bound_ms(fixed))
+        plans_ms, plans = _plans_in_hand(fixed)
+        better = plans_ms < best_ms[index[inside]]
+        best_ms[index[inside[better]]] = plans_ms[better]
+        for array, new in zip(choices, plans, strict=True):
+            array[index[inside[better]]] = new[better]
+    lower_ms[index] = np.maximum(lower_ms[index], sharper_ms)
 
 
 def _plans_in_hand(rows: PlanTable) -> tuple[Floats, tuple[Floats, Floats, Floats]]:

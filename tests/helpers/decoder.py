@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plain decoder of benchmarks/ under the engine and without it, over the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from benchmarks.decoder_engine import DecoderEngine, Sequences, Step, make_caches, plain_step
+from benchmarks.torch_decoder import DecoderConfig, MoeDecoder, reference_attention
+from vllm_moe_lightning.config import parse_options
+from vllm_moe_lightning.device import EmulatedDevice
+
+BLOCK_SIZE = 16
+MAX_LEN = 64
+NUM_SEQS = 8
+# Query lengths per sequence: a prefill in which one sits out, decode beside prefill and a chunk, decode, decode.
+STEPS: tuple[tuple[int, ...], ...] = ((5, 3, 17, 20, 1, 0, 2, 9), (1, 1, 1, 6, 1, 7, 1, 1), (1,) * 8, (1,) * 8)
+# Small pages, so that a layer of DecoderConfig's default sizes has several and the last is shorter.
+PAGE_MIB = 8192 / 2**20
+
+
+def steps_of(lens: Sequence[Sequence[int]] = STEPS, config: DecoderConfig = DecoderConfig()) -> Iterator[Step]:
+    """The steps of one run, with tokens drawn at random."""
+    sequences = Sequences(len(lens[0]), MAX_LEN, BLOCK_SIZE)
+    rng = torch.Generator().manual_seed(1)
+    for query_lens in lens:
+        yield sequences.step(query_lens, torch.randint(0, config.vocab_size, (sum(query_lens),), generator=rng))
+
+
+def make_engine(config: DecoderConfig = DecoderConfig(), *, device: dict[str, Any] | None = None, **options: Any) -> DecoderEngine:
+    """`device`: arguments of EmulatedDevice; `options`: moe_lightning's. Close it, or use it as a context."""
+    made = EmulatedDevice(**(device or {}))
+    num_blocks = NUM_SEQS * MAX_LEN // BLOCK_SIZE
+    caches = make_caches(config, num_blocks, BLOCK_SIZE, poison=made.poison)
+    return DecoderEngine(
+        MoeDecoder(config), made, parse_options({"page_mib": PAGE_MIB, **options}), max_tokens=128, caches=caches
+    )
+
+
+def run(engine: DecoderEngine, lens: Sequence[Sequence[int]] = STEPS) -> list[torch.Tensor]:
+    """Hidden states [T, H] of each step."""
+    return [engine.step(step) for step in steps_of(lens, engine.model.config)]
+
+
+@cache
+def plain_run(
+    config: DecoderConfig = DecoderConfig(),
+    num_micro_batches: int = 1,
+    lens: tuple[tuple[int, ...], ...] = STEPS,
+    *,
+    reference: bool = False,
+) -> list[torch.Tensor]:
+    """The same without the engine: bit by bit what it must give, or (reference) in plain torch, up to rounding."""
+    model = MoeDecoder(config)
+    caches = make_caches(config, NUM_SEQS * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE)
+    attention = {"attention": reference_attention} if reference else {}
+    return [plain_step(model, caches, step, num_micro_batches, **attention) for step in steps_of(lens, config)]
+
+
+def all_equal(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
