@@ -25,9 +25,7 @@ def main() -> None:
         print(output.prompt + output.outputs[0].text, end="\n\n")
 
     (stats,) = llm.collective_rpc("moe_lightning_stats")
-    print(
-        f"{stats['pages_moved']} pages, {stats['bytes_paged'] / 2**20:.0f} MiB moved in {stats['sweeps']} sweeps"
-    )
+    print(f"{stats['pages_moved']} pages, {stats['bytes_paged'] / 2**20:.0f} MiB moved in {stats['sweeps']} sweeps")
 
 
 if __name__ == "__main__":

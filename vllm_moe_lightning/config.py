@@ -87,9 +87,7 @@ def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], where: st
     known = set(struct.__struct_fields__)
     unknown = sorted(str(key) for key in raw if key not in known)
     if unknown:
-        raise ValueError(
-            f"{where}: unknown option(s) {unknown}; known are {sorted(known)}; see README, 'Options'"
-        )
+        raise ValueError(f"{where}: unknown option(s) {unknown}; known are {sorted(known)}; see README, 'Options'")
 
 
 def _path_of(error: msgspec.ValidationError) -> str:

@@ -18,9 +18,7 @@ class HostKvCache:
     """[num_blocks, num_kv_heads, 2 (K, V), block_size, head_dim], contiguous, in host memory."""
 
     @classmethod
-    def over(
-        cls, name: str, storage: torch.Tensor, num_kv_heads: int, block_size: int, head_dim: int
-    ) -> HostKvCache:
+    def over(cls, name: str, storage: torch.Tensor, num_kv_heads: int, block_size: int, head_dim: int) -> HostKvCache:
         """The cache over memory that was allocated elsewhere (any shape; the bytes are ours)."""
         block_numel = num_kv_heads * 2 * block_size * head_dim
         if storage.device.type != "cpu":

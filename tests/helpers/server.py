@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,9 +38,7 @@ class Server:
 
     def gauge(self, name: str) -> float:
         """Sum of a metric over its labels, from /metrics."""
-        lines = [
-            line for line in self.get("/metrics")[1].splitlines() if line.startswith((name + "{", name + " "))
-        ]
+        lines = [line for line in self.get("/metrics")[1].splitlines() if line.startswith((name + "{", name + " "))]
         assert lines, f"no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
@@ -80,14 +78,10 @@ def serving(log_file: Path, *arguments: str, env: dict[str, str] | None = None) 
         yield server
     finally:
         process.send_signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            pass
-        try:  # engine and worker, should they have stayed
+        with suppress(ProcessLookupError):  # engine and worker, should they have stayed
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def _wait_until_healthy(server: Server) -> None:

@@ -33,6 +33,14 @@ def complete(client: openai.OpenAI, prompt: object = PROMPT, **options: object) 
     return client.completions.create(model=MODEL, prompt=prompt, **options)  # type: ignore[call-overload,no-any-return]
 
 
+def status_of(client: openai.OpenAI, prompt: object) -> int:
+    try:
+        complete(client, prompt)
+    except openai.APIStatusError as error:
+        return error.status_code
+    return 200
+
+
 def wait_until_idle(server: Server, timeout_s: float = 10.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -46,9 +54,7 @@ def test_completions_stream_the_text_that_they_return_whole(client: openai.OpenA
     whole = complete(client)
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 16
-    streamed = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=16, temperature=0.0, stream=True
-    )
+    streamed = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=16, temperature=0.0, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
 
 
@@ -87,14 +93,16 @@ def test_a_client_that_leaves_mid_stream_frees_its_blocks(server: Server, client
     assert complete(client).choices[0].text == before
 
 
-@pytest.mark.parametrize("prompt", ["", [], [[]], ["ROMEO:", ""], [10**6]], ids=repr)
+def test_a_token_outside_the_vocabulary_is_refused(client: openai.OpenAI) -> None:
+    """B17."""
+    assert status_of(client, [10**6]) == 400
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["ROMEO:", ""]], ids=repr)
 def test_a_bad_prompt_is_refused_and_harms_nobody(client: openai.OpenAI, prompt: object) -> None:
     """B17. An empty text may also be answered, where the tokenizer adds a token; it must not end the server."""
     before = complete(client).choices[0].text
-    try:
-        complete(client, prompt)
-    except openai.APIStatusError as error:
-        assert 400 <= error.status_code < 500
+    assert status_of(client, prompt) in (200, 400, 404, 422)
     assert complete(client).choices[0].text == before
 
 

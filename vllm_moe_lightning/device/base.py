@@ -121,9 +121,7 @@ class ComputeStream(Stream):
     wait_s: float  # time blocked in wait_event since the device was made
 
     @abstractmethod
-    def span(
-        self, label: str, *, reads: Sequence[str], writes: Sequence[str]
-    ) -> AbstractContextManager[None]:
+    def span(self, label: str, *, reads: Sequence[str], writes: Sequence[str]) -> AbstractContextManager[None]:
         """Brackets the torch work of one schedule task: a record in the trace, an operation for hazards."""
 
 

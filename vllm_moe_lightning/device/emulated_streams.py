@@ -58,9 +58,7 @@ class NativeStream(Stream):
         self._in_flight: deque[tuple[int, object]] = deque()
         self._labels = [FILL_LABEL]  # by tag; the native fill has tag 0
         self._tags = {FILL_LABEL: 0}
-        self._finalizer = weakref.finalize(
-            self, _destroy_stream, self._library, self._handle, self._in_flight
-        )
+        self._finalizer = weakref.finalize(self, _destroy_stream, self._library, self._handle, self._in_flight)
         if cpus is not None:
             self._set_affinity(cpus)
 
@@ -116,9 +114,7 @@ class NativeStream(Stream):
         records = (native.Record * _RECORDS_PER_DRAIN)()
         while count := self._library.mol_stream_drain_records(self.handle, records, _RECORDS_PER_DRAIN):
             drained += [
-                OperationRecord(
-                    self.name, self._labels[r.tag], r.start_ns * 1e-9, r.end_ns * 1e-9, r.num_bytes
-                )
+                OperationRecord(self.name, self._labels[r.tag], r.start_ns * 1e-9, r.end_ns * 1e-9, r.num_bytes)
                 for r in records[:count]
             ]
         return drained
@@ -144,13 +140,9 @@ class NativeStream(Stream):
             in_flight.popleft()
 
     def _set_affinity(self, cpus: Sequence[int]) -> None:
-        code = self._library.mol_stream_set_affinity(
-            self.handle, (ctypes.c_int32 * len(cpus))(*cpus), len(cpus)
-        )
+        code = self._library.mol_stream_set_affinity(self.handle, (ctypes.c_int32 * len(cpus))(*cpus), len(cpus))
         if code != native.OK:
-            raise ValueError(
-                f"stream {self.name!r} cannot run on CPUs {list(cpus)}: none of them may be used here"
-            )
+            raise ValueError(f"stream {self.name!r} cannot run on CPUs {list(cpus)}: none of them may be used here")
 
 
 class EmulatedCopyStream(NativeStream, CopyStream):
@@ -261,9 +253,7 @@ class EmulatedComputeStream(ComputeStream):
 
 
 class _Span:
-    def __init__(
-        self, stream: EmulatedComputeStream, label: str, reads: Sequence[str], writes: Sequence[str]
-    ) -> None:
+    def __init__(self, stream: EmulatedComputeStream, label: str, reads: Sequence[str], writes: Sequence[str]) -> None:
         self._stream, self._label, self._reads, self._writes = stream, label, reads, writes
         self._start_s = self._waited_before_s = 0.0
 

@@ -2,9 +2,7 @@
 
 from vllm_moe_lightning.errors import DeviceMemoryError
 
-CURE = (
-    "keep fewer layers resident, use smaller pages or fewer micro-batches, or raise the device memory budget"
-)
+CURE = "keep fewer layers resident, use smaller pages or fewer micro-batches, or raise the device memory budget"
 
 
 class MemoryBudget:
@@ -25,9 +23,7 @@ class MemoryBudget:
         if num_bytes < 0:
             raise ValueError(f"{name}: cannot allocate {num_bytes} bytes")
         if name in self._allocations:
-            raise ValueError(
-                f"{name}: the name is in use by an allocation of {self._allocations[name]} bytes"
-            )
+            raise ValueError(f"{name}: the name is in use by an allocation of {self._allocations[name]} bytes")
         if self.budget_bytes is not None and self.used_bytes + num_bytes > self.budget_bytes:
             raise DeviceMemoryError(
                 f"{name}: {_readable(num_bytes)} do not fit: {_readable(self.used_bytes)} of "

@@ -68,9 +68,7 @@ def _starts(query_lens: Sequence[int]) -> torch.Tensor:
 class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadata]):
     """Brings a step's rows to host memory: already there on the CPU build, one copy per step elsewhere."""
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._block_size: int = kv_cache_spec.block_size
 
@@ -79,9 +77,7 @@ class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadat
     ) -> HostAttentionMetadata:
         common = common_attn_metadata
         if common.causal is not True:
-            raise UnsupportedError(
-                "moe_lightning supports causal attention only; run this model without --worker-cls"
-            )
+            raise UnsupportedError("moe_lightning supports causal attention only; run this model without --worker-cls")
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].to(torch.int32)
         query_lens = tuple((starts[1:] - starts[:-1]).tolist())
         # The runner reuses these buffers for the next step; ours may still be read then.
@@ -122,9 +118,7 @@ class HostAttentionImpl(AttentionImpl[HostAttentionMetadata]):
             (None if attn_type == AttentionType.DECODER else attn_type, f"attention of type {attn_type}"),
         ):
             if value is not None:
-                raise UnsupportedError(
-                    f"moe_lightning does not support {what}; run this model without --worker-cls"
-                )
+                raise UnsupportedError(f"moe_lightning does not support {what}; run this model without --worker-cls")
         self.num_heads = num_heads
         self.head_size = head_size
         self.num_kv_heads = num_kv_heads or num_heads
@@ -142,9 +136,7 @@ class HostAttentionImpl(AttentionImpl[HostAttentionMetadata]):
     def cache_over(self, layer: Any, kv_cache: torch.Tensor, block_size: int) -> HostKvCache:
         """The layer's cache in our layout, made at first use (vLLM binds its memory after the model is built)."""
         if self._cache is None or self._cache.blocks.data_ptr() != kv_cache.data_ptr():
-            self._cache = HostKvCache.over(
-                layer.layer_name, kv_cache, self.num_kv_heads, block_size, self.head_size
-            )
+            self._cache = HostKvCache.over(layer.layer_name, kv_cache, self.num_kv_heads, block_size, self.head_size)
         return self._cache
 
     def forward(

@@ -37,9 +37,7 @@ def read_prompts(file: Path) -> list[str]:
 
     Raises ValueError naming the line that is not as it should be.
     """
-    lines = [
-        (number, line) for number, line in enumerate(file.read_text().splitlines(), start=1) if line.strip()
-    ]
+    lines = [(number, line) for number, line in enumerate(file.read_text().splitlines(), start=1) if line.strip()]
     if not lines:
         raise ValueError(f"{file} holds no prompts")
     if file.suffix != ".jsonl":
@@ -49,9 +47,7 @@ def read_prompts(file: Path) -> list[str]:
         try:
             prompt = json.loads(line)["prompt"]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f'{file}, line {number}: expected a JSON object with "prompt", got {line!r}'
-            ) from error
+            raise ValueError(f'{file}, line {number}: expected a JSON object with "prompt", got {line!r}') from error
         if not isinstance(prompt, str) or not prompt:
             raise ValueError(f'{file}, line {number}: "prompt" must be text, got {prompt!r}')
         prompts.append(prompt)

@@ -48,11 +48,9 @@ class PipelinedForward:
         inputs_embeds: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """input_ids, positions: [T]; T may exceed the tokens of the step (padding). Returns hidden states [T, hidden]."""
+        """input_ids, positions: [T]; T may exceed the step's tokens (padding). Returns hidden states [T, hidden]."""
         if intermediate_tensors is not None:
-            raise UnsupportedError(
-                "moe_lightning does not support pipeline parallelism; drop --pipeline-parallel-size"
-            )
+            raise UnsupportedError("moe_lightning does not support pipeline parallelism; drop --pipeline-parallel-size")
         outer = get_forward_context()
         metadata = outer.attn_metadata
         is_dummy = not (isinstance(metadata, dict) and metadata)
@@ -65,9 +63,7 @@ class PipelinedForward:
 
                 hidden = self._forward(part(input_ids), part(positions), None, part(inputs_embeds), **kwargs)
                 if not isinstance(hidden, torch.Tensor):
-                    raise UnsupportedError(
-                        f"the model's forward returned {type(hidden).__name__}, not hidden states"
-                    )
+                    raise UnsupportedError(f"the model's forward returned {type(hidden).__name__}, not hidden states")
                 return hidden
 
             return body
@@ -79,9 +75,7 @@ class PipelinedForward:
             return set_context
 
         micro_batches = [
-            MicroBatch(
-                body=body_of(share), enter=enter(share), rows=share.metadata.rows if share.metadata else None
-            )
+            MicroBatch(body=body_of(share), enter=enter(share), rows=share.metadata.rows if share.metadata else None)
             for share in shares
         ]
         try:
@@ -96,9 +90,7 @@ class PipelinedForward:
             hidden[share.tokens] = result
         return hidden
 
-    def _split(
-        self, outer: Any, metadata: dict[str, HostAttentionMetadata], positions: torch.Tensor
-    ) -> list[_Share]:
+    def _split(self, outer: Any, metadata: dict[str, HostAttentionMetadata], positions: torch.Tensor) -> list[_Share]:
         first = next(iter(metadata.values()))
         counters = self._executor.counters
         occupied = [row for row, tokens in enumerate(first.query_lens) if tokens > 0]

@@ -105,9 +105,7 @@ def _refuse_hidden_aliases(module: torch.nn.Module, parameters: dict[str, torch.
             )
 
 
-def _reachable_tensors(
-    value: Any, path: str, depth: int, seen: set[int]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _reachable_tensors(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     if id(value) in seen or depth < 0:
         return
     seen.add(id(value))

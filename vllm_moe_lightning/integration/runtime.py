@@ -80,9 +80,7 @@ class Runtime:
         self._experts = expert_layers(decoder_layers)
         if not self._experts:
             raise UnsupportedError("this model has no experts to page; run it without --worker-cls")
-        self._attention_layers = [
-            _only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)
-        ]
+        self._attention_layers = [_only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)]
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self.executor = PipelineExecutor(
@@ -95,12 +93,18 @@ class Runtime:
                     module.is_bound = lambda index=index: self._running.ring.is_bound(index)
         total = sum(layer.num_bytes for layer in self._experts)
         logger.info(
-            "moe_lightning: %d MoE layers, %.1f MiB of experts; %d layers streamed from %.1f MiB of host pages through %d "
-            "slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is pageable, not pinned (device: %s)",
-            len(self._experts), total / MIB, len(policy.streamed_layers), store.host_bytes / MIB, policy.num_slots,
-            len(policy.resident_layers), policy.page_bytes / MIB,
-            sum(store.num_pages(layer) for layer in range(len(decoder_layers))), self.device.kind,
-        )  # fmt: skip
+            "moe_lightning: %d MoE layers, %.1f MiB of experts; %d layers streamed from %.1f MiB of host pages through "
+            "%d slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is pageable, not pinned (device: %s)",
+            len(self._experts),
+            total / MIB,
+            len(policy.streamed_layers),
+            store.host_bytes / MIB,
+            policy.num_slots,
+            len(policy.resident_layers),
+            policy.page_bytes / MIB,
+            sum(store.num_pages(layer) for layer in range(len(decoder_layers))),
+            self.device.kind,
+        )
 
     @property
     def _running(self) -> PipelineExecutor:
@@ -150,9 +154,7 @@ class Runtime:
         """Change the policy between steps. Returns the policy in force."""
         unknown = sorted(set(changes) - set(CHANGEABLE_WHILE_RUNNING))
         if unknown:
-            raise ValueError(
-                f"cannot change {unknown} while running; can change {list(CHANGEABLE_WHILE_RUNNING)}"
-            )
+            raise ValueError(f"cannot change {unknown} while running; can change {list(CHANGEABLE_WHILE_RUNNING)}")
         self._running.policy = replace(self._running.policy, **changes)
         return self._running.policy.to_dict()
 

@@ -58,9 +58,7 @@ def layout_of(layer_name: str, tensors: Mapping[str, torch.Tensor]) -> LayerLayo
                 f"(shape {tuple(tensor.shape)}, stride {tensor.stride()}); run this model without moe_lightning"
             )
         num_bytes = tensor.numel() * tensor.element_size()
-        places.append(
-            TensorPlace(name, offset, num_bytes, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        )
+        places.append(TensorPlace(name, offset, num_bytes, tuple(tensor.shape), tensor.stride(), tensor.dtype))
         offset = _align(offset + num_bytes)
     return LayerLayout(tuple(places), offset)
 
@@ -73,9 +71,7 @@ def pages_of(num_bytes: int, page_bytes: int) -> tuple[Page, ...]:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill their memory without holes or overlaps, in whatever order of dimensions."""
     expected = 1
-    for stride, size in sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size == 1:
             continue
         if stride != expected:

@@ -32,9 +32,7 @@ class WeightRing:
         """Put the copy of one page on the h2d stream. Page 0 claims the next slot."""
         streamed = self._store.layers[layer]
         if page == 0:
-            assert self.num_prefetched < self._store.num_slots, (
-                f"layer {layer} would overwrite one not yet used"
-            )
+            assert self.num_prefetched < self._store.num_slots, f"layer {layer} would overwrite one not yet used"
             self._layer_in_slot[self._num_loads % self._store.num_slots] = layer
             self._num_loads += 1
         index = (self._num_loads - 1) % self._store.num_slots
@@ -56,9 +54,7 @@ class WeightRing:
     def bind(self, layer: int) -> None:
         """Point the layer's parameters to the slot it was loaded into. The caller has waited for its pages."""
         slot = self._num_uses % self._store.num_slots
-        assert self._layer_in_slot[slot] == layer, (
-            f"slot {slot} holds layer {self._layer_in_slot[slot]}, not {layer}"
-        )
+        assert self._layer_in_slot[slot] == layer, f"slot {slot} holds layer {self._layer_in_slot[slot]}, not {layer}"
         self._num_uses += 1
         self._bound_slot = {layer: slot}
         self._store.bind(layer, slot)

@@ -55,28 +55,19 @@ class PagedWeightStore:
             device.reserve(layers[index].num_bytes, f"resident experts of {layers[index].name}")
         slot_bytes = max((layout.num_bytes for layout in layouts.values()), default=0)
         self.slots = (
-            [device.allocate(slot_bytes, f"slot[{slot}]") for slot in range(self.num_slots)]
-            if streamed
-            else []
+            [device.allocate(slot_bytes, f"slot[{slot}]") for slot in range(self.num_slots)] if streamed else []
         )
         self.layers: dict[int, StreamedLayer] = {
-            entry.layer: self._take_over(entry, layouts[entry.layer], policy.page_bytes, device)
-            for entry in streamed
+            entry.layer: self._take_over(entry, layouts[entry.layer], policy.page_bytes, device) for entry in streamed
         }
         self.host_bytes = sum(layer.layout.num_bytes for layer in self.layers.values())
-        self.device_bytes = slot_bytes * len(self.slots) + sum(
-            layers[i].num_bytes for i in policy.resident_layers
-        )
+        self.device_bytes = slot_bytes * len(self.slots) + sum(layers[i].num_bytes for i in policy.resident_layers)
 
-    def _take_over(
-        self, entry: ExpertLayer, layout: LayerLayout, page_bytes: int, device: Device
-    ) -> StreamedLayer:
+    def _take_over(self, entry: ExpertLayer, layout: LayerLayout, page_bytes: int, device: Device) -> StreamedLayer:
         host = device.allocate_host(layout.num_bytes, f"host pages of {entry.name}")
         for place in layout.places:
             place.view_in(host.tensor).copy_(entry.parameters[place.name].data)
-        views = tuple(
-            {place.name: place.view_in(slot.tensor) for place in layout.places} for slot in self.slots
-        )
+        views = tuple({place.name: place.view_in(slot.tensor) for place in layout.places} for slot in self.slots)
         layer = StreamedLayer(entry, layout, pages_of(layout.num_bytes, page_bytes), host, views)
         self._point(layer, 0)  # the loaded copy goes here: from now on there is one, in the host pages
         return layer
