@@ -8,16 +8,15 @@ from typing import Annotated
 
 import typer
 
+from vllm_moe_lightning.cli.plan import explain, plan
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     help="Run mixture-of-experts models that are larger than the device, inside vLLM.",
 )
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps `run` a subcommand while it is the only one."""
+app.command()(plan)
+app.command()(explain)
 
 
 class Schedule(StrEnum):

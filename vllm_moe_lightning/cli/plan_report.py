@@ -105,8 +105,8 @@ def show_comparison(
     plans: dict[str, PlannedPolicy | str],
 ) -> None:
     title = f"{spec.name}, prompt {workload.prompt_len:g}, generate {workload.gen_len}"
-    table = Table(title=title, title_justify="left")
-    for column in ("GPU", "tokens/s", "batch", "attention", "resident", "bottleneck", "GPU, GB", "host, GB"):
+    table = Table(title=title, title_justify="left", box=None)
+    for column in ("GPU", "tokens/s", "batch", "attention", "resident", "bottleneck", "GPU GB", "host GB"):
         table.add_column(column, justify="left" if column in ("GPU", "attention", "bottleneck") else "right")
     for name, planned in plans.items():
         if isinstance(planned, str):
@@ -116,7 +116,7 @@ def show_comparison(
         table.add_row(
             name,
             f"{planned.tokens_per_s:.1f}",
-            f"{policy.micro_batch_size} x {policy.num_micro_batches}",
+            f"{policy.micro_batch_size}x{policy.num_micro_batches}",
             "GPU" if policy.attention_on_gpu else "CPU",
             f"{policy.num_resident_layers:g}/{spec.num_moe_layers}",
             str(planned.bottleneck),

@@ -27,15 +27,14 @@ def brute_force(table: PlanTable) -> BruteForcePlan | None:
     best: BruteForcePlan | None = None
     for disk in np.unique(np.concatenate([[0.0], np.arange(table.max_disk.max() + 1)])):
         for resident in range(table.num_moe_layers - int(disk) + 1):
-            at_bounds = (table.min_resident <= resident) & (resident <= table.max_resident)
-            at_bounds &= (table.min_disk <= disk) & (disk <= table.max_disk)
-            index = np.flatnonzero(at_bounds)
-            rows = table.rows(index)
-            lowest, highest = _kv_ratios_that_fit(rows, resident, disk)
+            lowest, highest = _kv_ratios_that_fit(table, resident, disk)
             fits = lowest <= highest
-            if not fits.any():
+            fits &= (table.min_resident <= resident) & (resident <= table.max_resident)
+            fits &= (table.min_disk <= disk) & (disk <= table.max_disk)
+            index = np.flatnonzero(fits)
+            if not len(index):
                 continue
-            index, rows, lowest, highest = index[fits], rows.rows(fits), lowest[fits], highest[fits]
+            rows, lowest, highest = table.rows(index), lowest[index], highest[index]
             kv_ratio, ms = _best_kv_ratio(rows, resident, disk, lowest, highest)
             winner = int(np.argmin(ms))
             if best is None or ms[winner] < best.ms_per_token:

@@ -9,7 +9,7 @@ import numpy as np
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.memory_model import MemoryNeed
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.policy.grid import GB, Choice, Floats, PlanLimits, PlanTable, memory_needs
+from vllm_moe_lightning.policy.grid import GB, Choice, Floats, Line, PlanLimits, PlanTable, memory_needs
 from vllm_moe_lightning.policy.screening import FEASIBILITY_GB
 from vllm_moe_lightning.workload import Workload
 
@@ -106,10 +106,10 @@ def find_shortage(table: PlanTable) -> Shortage:
         index = np.flatnonzero(allowed)
         if not len(index):
             continue
-        rows, disk = table.rows(index), disk[index]
-        for kv_ratio in _kv_ratios(rows, resident, disk):
-            gpu_gb = rows.gpu_gb.at(resident, kv_ratio, disk) - table.gpu_budget_gb + MARGIN_GB
-            host_gb = rows.host_gb.at(resident, kv_ratio, disk) - table.host_budget_gb + MARGIN_GB
+        disk, gpu, host = disk[index], table.gpu_gb.rows(index), table.host_gb.rows(index)
+        budgets = ((gpu, table.gpu_budget_gb - MARGIN_GB), (host, table.host_budget_gb - MARGIN_GB))
+        for kv_ratio in _kv_ratios(table.max_kv_ratio[index], budgets, resident, disk):
+            gpu_gb, host_gb = (line.at(resident, kv_ratio, disk) - budget for line, budget in budgets)
             least["gpu"] = min(least["gpu"], float(gpu_gb[host_gb <= 0.0].min(initial=np.inf)))
             least["host"] = min(least["host"], float(host_gb[gpu_gb <= 0.0].min(initial=np.inf)))
             short = np.maximum(gpu_gb, 0.0) + np.maximum(host_gb, 0.0)
@@ -127,12 +127,12 @@ def find_shortage(table: PlanTable) -> Shortage:
     )
 
 
-def _kv_ratios(rows: PlanTable, resident: float, disk: Floats) -> list[Floats]:
-    ends = [np.zeros(rows.num_rows), rows.max_kv_ratio]
-    if not rows.max_kv_ratio.any():
-        return ends[:1]
-    for line, budget_gb in ((rows.gpu_gb, rows.gpu_budget_gb), (rows.host_gb, rows.host_budget_gb)):
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = (budget_gb - MARGIN_GB - line.at(resident, 0.0, disk)) / line.per_kv_gpu_ratio
-        ends.append(np.clip(np.nan_to_num(ratio), 0.0, rows.max_kv_ratio))
-    return ends
+def _kv_ratios(highest: Floats, budgets: tuple[tuple[Line, float], ...], resident: float, disk: Floats) -> list[Floats]:
+    ratios = [np.zeros_like(highest)]
+    if highest.any():
+        ratios.append(highest)
+        for line, budget_gb in budgets:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = (budget_gb - line.at(resident, 0.0, disk)) / line.per_kv_gpu_ratio
+            ratios.append(np.clip(np.nan_to_num(ratio), 0.0, highest))
+    return ratios

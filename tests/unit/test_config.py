@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options are strict: what is refused says the key, the value and the cure."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from vllm_moe_lightning.config import DebugOptions, MoeLightningConfig, parse_options
+
+
+@pytest.mark.parametrize("raw", [None, {}])
+def test_nothing_given_means_the_defaults(raw: object) -> None:
+    assert parse_options(raw) == MoeLightningConfig()
+
+
+def test_the_defaults_page_every_layer() -> None:
+    assert MoeLightningConfig().num_resident_layers == 0
+
+
+def test_the_defaults_spelt_out_are_accepted() -> None:
+    assert parse_options(msgspec.to_builtins(MoeLightningConfig())) == MoeLightningConfig()
+
+
+def test_given_values_arrive() -> None:
+    config = parse_options({"num_micro_batches": 7, "page_mib": 2, "debug": {"copy_timing": "lazy", "seed": 3}})
+    assert (config.num_micro_batches, config.page_mib) == (7, 2)
+    assert config.debug == DebugOptions(copy_timing="lazy", seed=3)
+
+
+def test_a_config_cannot_be_edited() -> None:
+    with pytest.raises(AttributeError):
+        MoeLightningConfig().lookahead = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("raw", [[], "cgopipe", 4, True])
+def test_options_that_are_no_object_are_refused(raw: object) -> None:
+    with pytest.raises(ValueError, match="options must be a JSON object") as error:
+        parse_options(raw)
+    assert repr(raw) in str(error.value)
+
+
+def test_an_unknown_option_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="README") as error:
+        parse_options({"num_microbatches": 4})
+    assert "num_microbatches" in str(error.value)
+    assert "'num_micro_batches'" in str(error.value)
+
+
+def test_an_unknown_debug_option_is_refused_with_its_place() -> None:
+    with pytest.raises(ValueError, match=r"moe_lightning\.debug: unknown option\(s\) \['poisson'\]"):
+        parse_options({"debug": {"poisson": True}})
+
+
+@pytest.mark.parametrize(
+    ("raw", "key", "value"),
+    [
+        ({"num_micro_batches": "4"}, "num_micro_batches", "'4'"),
+        ({"num_micro_batches": 4.0}, "num_micro_batches", "4.0"),
+        ({"num_micro_batches": True}, "num_micro_batches", "True"),
+        ({"num_micro_batches": 0}, "num_micro_batches", "0"),
+        ({"num_micro_batches": 65}, "num_micro_batches", "65"),
+        ({"num_resident_layers": -1}, "num_resident_layers", "-1"),
+        ({"lookahead": 0}, "lookahead", "0"),
+        ({"schedule": "s5"}, "schedule", "'s5'"),
+        ({"page_mib": 0}, "page_mib", "0"),
+        ({"device": "gpu"}, "device", "'gpu'"),
+        ({"h2d_gb_per_s": -1.5}, "h2d_gb_per_s", "-1.5"),
+        ({"trace_file": 3}, "trace_file", "3"),
+        ({"debug": {"copy_timing": "slow"}}, "debug.copy_timing", "'slow'"),
+        ({"debug": {"fail_attention_at": 0}}, "debug.fail_attention_at", "0"),
+        ({"debug": {"poison": 1}}, "debug.poison", "1"),
+        ({"debug": 1}, "debug", "1"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_key_value_and_cure(raw: dict[str, Any], key: str, value: str) -> None:
+    with pytest.raises(ValueError, match="README") as error:
+        parse_options(raw)
+    assert f"moe_lightning.{key}: " in str(error.value)
+    assert f"got {value};" in str(error.value)
