@@ -34,7 +34,7 @@ setup:
 
 demo: setup
 	@mkdir -p build/demo
-	@$(DEMO)
+	@VLLM_LOGGING_LEVEL=$${VLLM_LOGGING_LEVEL:-ERROR} $(DEMO)
 
 test: setup
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
