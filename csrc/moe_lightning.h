@@ -36,15 +36,15 @@ typedef struct {
 
 // Totals since creation.
 typedef struct {
-  int64_t busy_ns;     // time in copies and calls, pacing included, waits and jitter excluded
-  int64_t num_bytes;   // bytes copied
+  int64_t busy_ns;    // time in copies and calls, pacing included, waits and jitter excluded
+  int64_t num_bytes;  // bytes copied
   int64_t num_copies;
   int64_t num_calls;
 } mol_stream_totals;
 
 // bandwidth_bytes_per_s 0: unpaced. A paced copy takes latency_s + bytes / bandwidth, by sleeping after the memcpy.
-MOL_API mol_stream* mol_stream_create(const char* name, double bandwidth_bytes_per_s, double latency_s,
-                                      int32_t timing, uint64_t seed, double jitter_max_s);
+MOL_API mol_stream* mol_stream_create(const char* name, double bandwidth_bytes_per_s, double latency_s, int32_t timing,
+                                      uint64_t seed, double jitter_max_s);
 // Runs out the queue of operations that can still run, joins the thread, frees.
 MOL_API void mol_stream_destroy(mol_stream* stream);
 
@@ -55,7 +55,8 @@ MOL_API int64_t mol_stream_copy(mol_stream* stream, int64_t num_segments, void* 
                                 const int64_t* num_bytes, int64_t tag);
 MOL_API int64_t mol_stream_fill(mol_stream* stream, void* dst, int32_t byte, int64_t num_bytes);
 // function(argument) runs on the stream's thread; non-zero means failure, see mol_stream_synchronize.
-MOL_API int64_t mol_stream_call(mol_stream* stream, int32_t (*function)(const void*), const void* argument, int64_t tag);
+MOL_API int64_t mol_stream_call(mol_stream* stream, int32_t (*function)(const void*), const void* argument,
+                                int64_t tag);
 MOL_API int64_t mol_stream_wait(mol_stream* stream, mol_stream* other, int64_t seq);
 
 // Blocks until the stream has completed seq. Returns 0, or the code of the first failed call of this stream since
@@ -90,17 +91,17 @@ MOL_API void mol_pool_destroy(mol_pool* pool);
 // One task: append the new keys and values to the cache, then attend. Shapes in comments; strides in elements.
 // T tokens of S sequences; Hq query heads, Hk key/value heads, D head_dim, B block_size.
 typedef struct {
-  const void* query;   // [T, Hq, D]
-  const void* key;     // [T, Hk, D]
-  const void* value;   // [T, Hk, D]
-  void* output;        // [T, Hq, D]
+  const void* query;  // [T, Hq, D]
+  const void* key;    // [T, Hk, D]
+  const void* value;  // [T, Hk, D]
+  void* output;       // [T, Hq, D]
   int64_t query_token_stride, key_token_stride, value_token_stride, output_token_stride;
-  void* kv_cache;            // [num_blocks, Hk, 2 (K, V), B, D], contiguous
-  int64_t num_blocks;        // block ids are checked against it
+  void* kv_cache;              // [num_blocks, Hk, 2 (K, V), B, D], contiguous
+  int64_t num_blocks;          // block ids are checked against it
   const int32_t* block_table;  // [S, block_table_stride]
   int64_t block_table_stride;
-  const int32_t* query_start;  // [S + 1] first token of each sequence in the T tokens
-  const int32_t* seq_lens;     // [S] context length, the new tokens included
+  const int32_t* query_start;   // [S + 1] first token of each sequence in the T tokens
+  const int32_t* seq_lens;      // [S] context length, the new tokens included
   const int64_t* slot_mapping;  // [T] block * B + offset where the token's K and V go; negative: not written
   const float* sinks;           // [Hq] extra logit per head without a value, or NULL
   int32_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size;

@@ -49,7 +49,7 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     page_mib: PositiveFloat | None = None
     """Size of one transfer. Default: a layer divided by the number of micro-batches, within 1..64 MiB."""
     attention_threads: PositiveInt | None = None
-    """Threads of the CPU attention pool. Default: one fewer than the CPUs we may use, at least 1."""
+    """Threads of the CPU attention pool. Default: the CPUs that the launching thread is not bound to."""
     device: Literal["auto", "emulated", "cuda"] = "auto"
     device_memory_mib: PositiveFloat | None = None
     """Memory budget of the emulated device (weights that stay, frames, staging). Default: no limit."""

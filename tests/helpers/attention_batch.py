@@ -43,9 +43,7 @@ class Batch:
         self.kv_cache = nan_bytes(shape, case.dtype)
 
         # Ids that must not be read are out of range; the real ones are dealt out at random.
-        self.block_table = torch.full(
-            (len(case.seq_lens), max(blocks_per_seq, default=0) + 3), -7, dtype=torch.int32
-        )
+        self.block_table = torch.full((len(case.seq_lens), max(blocks_per_seq, default=0) + 3), -7, dtype=torch.int32)
         free = torch.randperm(num_blocks, generator=rng).to(torch.int32)
         self.query_start = torch.tensor([0, *case.query_lens]).cumsum(0).to(torch.int32)
         self.seq_lens = torch.tensor(case.seq_lens, dtype=torch.int32)
@@ -53,10 +51,7 @@ class Batch:
         for seq, (seq_len, query_len) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
             blocks, free = free[: blocks_per_seq[seq]], free[blocks_per_seq[seq] :]
             self.block_table[seq, : len(blocks)] = blocks
-            slots = [
-                int(blocks[p // case.block_size]) * case.block_size + p % case.block_size
-                for p in range(seq_len)
-            ]
+            slots = [int(blocks[p // case.block_size]) * case.block_size + p % case.block_size for p in range(seq_len)]
             first_seen = max(0, seq_len - query_len + 1 - case.sliding_window) if case.sliding_window else 0
             for slot in slots[first_seen : max(0, seq_len - query_len)]:
                 context = torch.randn(case.num_kv_heads, 2, case.head_dim, generator=rng)

@@ -9,21 +9,23 @@ from typing import Any
 
 import torch
 
-from benchmarks.decoder_engine import DecoderEngine, Sequences, Step, make_caches, plain_step
+from benchmarks.decoder_engine import DecoderEngine, Sequences, Step, make_caches, no_attention, plain_step
 from benchmarks.torch_decoder import DecoderConfig, MoeDecoder, reference_attention
 from vllm_moe_lightning.config import parse_options
 from vllm_moe_lightning.device import EmulatedDevice
 
+DEFAULT = DecoderConfig()
 BLOCK_SIZE = 16
 MAX_LEN = 64
 NUM_SEQS = 8
 # Query lengths per sequence: a prefill in which one sits out, decode beside prefill and a chunk, decode, decode.
 STEPS: tuple[tuple[int, ...], ...] = ((5, 3, 17, 20, 1, 0, 2, 9), (1, 1, 1, 6, 1, 7, 1, 1), (1,) * 8, (1,) * 8)
+DUMMY_TOKENS = torch.arange(6)
 # Small pages, so that a layer of DecoderConfig's default sizes has several and the last is shorter.
 PAGE_MIB = 8192 / 2**20
 
 
-def steps_of(lens: Sequence[Sequence[int]] = STEPS, config: DecoderConfig = DecoderConfig()) -> Iterator[Step]:
+def steps_of(lens: Sequence[Sequence[int]] = STEPS, config: DecoderConfig = DEFAULT) -> Iterator[Step]:
     """The steps of one run, with tokens drawn at random."""
     sequences = Sequences(len(lens[0]), MAX_LEN, BLOCK_SIZE)
     rng = torch.Generator().manual_seed(1)
@@ -31,7 +33,9 @@ def steps_of(lens: Sequence[Sequence[int]] = STEPS, config: DecoderConfig = Deco
         yield sequences.step(query_lens, torch.randint(0, config.vocab_size, (sum(query_lens),), generator=rng))
 
 
-def make_engine(config: DecoderConfig = DecoderConfig(), *, device: dict[str, Any] | None = None, **options: Any) -> DecoderEngine:
+def make_engine(
+    config: DecoderConfig = DEFAULT, *, device: dict[str, Any] | None = None, **options: Any
+) -> DecoderEngine:
     """`device`: arguments of EmulatedDevice; `options`: moe_lightning's. Close it, or use it as a context."""
     made = EmulatedDevice(**(device or {}))
     num_blocks = NUM_SEQS * MAX_LEN // BLOCK_SIZE
@@ -46,9 +50,18 @@ def run(engine: DecoderEngine, lens: Sequence[Sequence[int]] = STEPS) -> list[to
     return [engine.step(step) for step in steps_of(lens, engine.model.config)]
 
 
+def run_dummy(engine: DecoderEngine) -> torch.Tensor:
+    return engine.dummy_step(DUMMY_TOKENS)
+
+
+@cache
+def plain_dummy(config: DecoderConfig = DEFAULT) -> torch.Tensor:
+    return MoeDecoder(config).forward(DUMMY_TOKENS, torch.arange(len(DUMMY_TOKENS)), no_attention)
+
+
 @cache
 def plain_run(
-    config: DecoderConfig = DecoderConfig(),
+    config: DecoderConfig = DEFAULT,
     num_micro_batches: int = 1,
     lens: tuple[tuple[int, ...], ...] = STEPS,
     *,

@@ -267,6 +267,20 @@ def test_prefix_caching_with_a_shared_prefix_gives_the_same_tokens(checkpoint, h
     assert "prefill x3" in later.stats[0]["steps"]
 
 
+def test_a_same_step_prefix_hit_that_leaves_one_token_to_compute_gives_the_same_tokens(checkpoint, hf_result):
+    """Identical prompts of a whole number of blocks and one token more: the later ones look like decoding."""
+    prompts = [[7 + token % 200 for token in range(2 * 32 + 1)]] * 6
+    result = run_paged(
+        checkpoint("mixtral"),
+        [Job(prompts, before=reconfigured(num_micro_batches=3))],
+        engine_args={"enable_prefix_caching": True},
+        debug=ALL_RACE_SWITCHES,
+    )
+    (job,) = result.jobs
+    assert_same_tokens(job.token_ids, hf_result("mixtral", prompts=prompts), "one token left")
+    assert job.stats[0]["single_micro_batch_steps"] == 1
+
+
 def test_seeded_sampling_draws_the_same_tokens_as_stock_vllm(checkpoint, stock_result):
     prompts = standard_prompts(16)
     sampling = [

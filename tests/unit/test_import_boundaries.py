@@ -39,9 +39,7 @@ PLANNING_FILES = {
     "pipeline/simulator.py",
     "pipeline/tasks.py",
 }
-PLANNING_SOURCES = [
-    path for path in SOURCES if path.parts[0] in PLANNING_ROOMS or path.as_posix() in PLANNING_FILES
-]
+PLANNING_SOURCES = [path for path in SOURCES if path.parts[0] in PLANNING_ROOMS or path.as_posix() in PLANNING_FILES]
 
 
 def module_name(source: Path) -> str:

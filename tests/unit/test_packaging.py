@@ -67,9 +67,7 @@ def test_an_extra_names_the_engine_of_its_machine(
     dist_info: importlib.metadata.Distribution, extra: str, expected: set[str]
 ) -> None:
     requirements = [Requirement(line) for line in dist_info.requires or []]
-    asked_for = {
-        f"{r.name}{r.specifier}" for r in requirements if r.marker and r.marker.evaluate({"extra": extra})
-    }
+    asked_for = {f"{r.name}{r.specifier}" for r in requirements if r.marker and r.marker.evaluate({"extra": extra})}
     assert asked_for == expected
 
 

@@ -126,10 +126,9 @@ class PipelinedForward:
     def _has_same_step_prefix_hit(metadata: dict[str, HostAttentionMetadata]) -> bool:
         return any(
             reads_blocks_written_in_this_step(
-                entry.query_lens, entry.seq_lens, entry.rows.block_table.tolist(), entry.block_size
+                entry.query_lens, entry.seq_lens, entry.rows.block_table.numpy(), entry.block_size
             )
             for entry in {id(entry): entry for entry in metadata.values()}.values()
-            if max(entry.query_lens) > 1
         )
 
 

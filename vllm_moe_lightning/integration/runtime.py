@@ -33,15 +33,18 @@ logger = init_logger("vllm.vllm_moe_lightning.runtime")
 CHANGEABLE_WHILE_RUNNING = ("num_micro_batches", "lookahead", "schedule")
 
 
-def usable_cpus() -> list[int]:
-    """CPUs for our threads. vLLM binds the worker's main thread to one core, and new threads inherit that mask; the
-    process that started the worker was not bound."""
+def stream_cpus() -> list[int]:
+    """CPUs for our threads: not the one that vLLM binds the launching thread to, which they would keep interrupting.
+
+    New threads inherit the launching thread's mask; the process that started the worker was not bound. Where nothing
+    is bound, or there is nothing else, all CPUs that we may use.
+    """
     own = os.sched_getaffinity(0)
     try:
         parent = os.sched_getaffinity(os.getppid())
     except ProcessLookupError:
         parent = own
-    return sorted(own if len(own) >= len(parent) else parent)
+    return sorted(parent - own if own < parent else own)
 
 
 def make_device(options: MoeLightningConfig) -> Device:
@@ -55,7 +58,7 @@ def make_device(options: MoeLightningConfig) -> Device:
         jitter_max_s=debug.jitter_max_ms / 1e3,
         poison=debug.poison,
         check_hazards=debug.check_hazards,
-        cpus=usable_cpus(),
+        cpus=stream_cpus(),
     )
 
 
@@ -67,8 +70,10 @@ class Runtime:
         self._vllm_config = vllm_config
         self.options = options
         self.device = make_device(options)
-        cpus = usable_cpus()
-        self._pool = AttentionPool(options.attention_threads or max(1, len(cpus) - 1), cpus)
+        cpus = stream_cpus()
+        is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
+        default_threads = len(cpus) if is_launcher_apart else max(1, len(cpus) - 1)
+        self._pool = AttentionPool(options.attention_threads or default_threads, cpus)
         self._decoder_layers: list[torch.nn.Module] = []
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []

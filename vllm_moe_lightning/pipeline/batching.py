@@ -10,6 +10,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 # A query token costs projections and MoE on the GPU; a context token one K and one V row on the CPU.
 QUERY_TOKEN_COST = 64
 
@@ -43,20 +46,19 @@ def balanced_micro_batches(
 
 
 def reads_blocks_written_in_this_step(
-    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: Sequence[Sequence[int]], block_size: int
+    query_lens: Sequence[int], seq_lens: Sequence[int], block_tables: npt.ArrayLike, block_size: int
 ) -> bool:
     """Whether a row's cached context lies in blocks that another row of the same step writes (a same-step prefix
-    hit). Such a step must run as one micro-batch: the kernel appends all keys and values before it reads any."""
-    computed = [seq - query for query, seq in zip(query_lens, seq_lens, strict=True)]
-    readers = [row for row, tokens in enumerate(computed) if tokens >= block_size and query_lens[row] > 1]
-    if not readers:
-        return False
-    writer_of: dict[int, int] = {}
-    for row, tokens in enumerate(computed):
-        for position in range(tokens // block_size, -(-seq_lens[row] // block_size)):
-            writer_of[int(block_tables[row][position])] = row
-    return any(
-        writer_of.get(int(block_tables[row][position]), row) != row
-        for row in readers
-        for position in range(computed[row] // block_size)
-    )
+    hit). Such a step must run as one micro-batch: the kernel appends all keys and values before it reads any.
+
+    block_tables: [rows, >= blocks of the longest row]. A hit may leave a prompt a single token to compute, so that no
+    row can be passed over as decoding.
+    """
+    query, seq = np.asarray(query_lens)[:, None], np.asarray(seq_lens)[:, None]  # [rows, 1]
+    computed_blocks, num_blocks = (seq - query) // block_size, -(-seq // block_size)
+    columns = np.arange(num_blocks.max())
+    tables = np.asarray(block_tables)[:, : len(columns)]
+    is_read = (query > 0) & (columns < computed_blocks)
+    is_written = (query > 0) & (columns >= computed_blocks) & (columns < num_blocks)
+    # A block stands once in the table of its row, so a block both written and read is shared by two rows.
+    return bool(np.isin(tables[is_read], tables[is_written]).any())

@@ -6,7 +6,7 @@ the next ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,8 @@ class _Context:
     rows: AttentionRows
     in_frame: AttentionRows
     host_blocks: tuple[int, ...]  # frame position -> block of the host cache
-    loaded: tuple[int, ...]  # frame positions that hold context
+    loaded: tuple[tuple[int, int], ...]
+    """[begin, end) of the frame positions that hold context, cut where the host's blocks are not adjacent."""
 
     @classmethod
     def of(cls, rows: AttentionRows, block_size: int) -> _Context:
@@ -50,7 +51,20 @@ class _Context:
             for slot in rows.slot_mapping.tolist()
         ]
         in_frame = replace(rows, block_table=table, slot_mapping=torch.tensor(slots, dtype=torch.int64))
-        return cls(rows, in_frame, tuple(position_of), tuple(sorted(loaded)))
+        host_blocks = tuple(position_of)
+        return cls(rows, in_frame, host_blocks, tuple(_adjacent(sorted(loaded), host_blocks)))
+
+
+def _adjacent(positions: Sequence[int], host_blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of positions whose host blocks follow each other, so that each is one piece of a copy."""
+    begin = 0
+    for index in range(1, len(positions) + 1):
+        before = positions[index - 1]
+        if index == len(positions) or not (
+            positions[index] == before + 1 and host_blocks[positions[index]] == host_blocks[before] + 1
+        ):
+            yield positions[begin], before + 1
+            begin = index
 
 
 class DeviceAttentionPath:
@@ -106,11 +120,12 @@ class DeviceAttentionPath:
             self._device.h2d.fill(frame.tensor, 0xFF, writes=[frame.name])
         if not context.loaded:
             return
+        host = context.host_blocks
         blocks = cache.blocks.view(torch.uint8).view(cache.num_blocks, cache.block_bytes)
         frames = frame.tensor[: len(context.host_blocks) * cache.block_bytes].view(-1, cache.block_bytes)
         self._device.h2d.copy(
-            [frames[position] for position in context.loaded],
-            [blocks[context.host_blocks[position]] for position in context.loaded],
+            [frames[begin:end] for begin, end in context.loaded],
+            [blocks[first : first + end - begin] for begin, end in context.loaded for first in [host[begin]]],
             str(key),
             reads=[f"kv[{cache.name}]@{self._parity ^ 1}"],
             writes=[frame.name],

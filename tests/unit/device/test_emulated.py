@@ -119,9 +119,7 @@ def test_over_budget_is_an_error_with_the_numbers_and_the_cure(make_device: Make
     assert device.memory_used_bytes == 10 * KIB
     device.allocate(0, "nothing")
     report = device.memory_report()
-    assert (
-        report.index("slot_1") < report.index("activations") < report.index("in use") < report.index("budget")
-    )
+    assert report.index("slot_1") < report.index("activations") < report.index("in use") < report.index("budget")
 
 
 def test_names_of_allocations_are_unique_and_known(make_device: MakeDevice) -> None:

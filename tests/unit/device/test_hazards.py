@@ -38,9 +38,7 @@ def run_cgopipe(checker: HazardChecker, left_out: str | None) -> None:
     def page(layer: int, number: int) -> tuple[str, int]:
         slot = layer % NUM_SLOTS
         wait("h2d", slot_free.get(slot), "h2d waits for compute: the slot is free")
-        return submit(
-            "h2d", f"page({layer},{number})", [f"host_layer_{layer}"], [f"slot_{slot}_page_{number}"]
-        )
+        return submit("h2d", f"page({layer},{number})", [f"host_layer_{layer}"], [f"slot_{slot}_page_{number}"])
 
     pages = {0: [page(0, number) for number in range(NUM_MICRO_BATCHES)]}
     for layer in range(NUM_LAYERS):
@@ -54,9 +52,7 @@ def run_cgopipe(checker: HazardChecker, left_out: str | None) -> None:
             wait("d2h", event, "d2h waits for compute: qkv is ready")
             event = submit("d2h", f"qkv({layer},{ubatch})", [qkv], [host_qkv])
             wait("cpu", event, "cpu waits for d2h: qkv is on the host")
-            event = submit(
-                "cpu", f"attention({layer},{ubatch})", [host_qkv, "kv_cache"], ["kv_cache", host_hidden]
-            )
+            event = submit("cpu", f"attention({layer},{ubatch})", [host_qkv, "kv_cache"], ["kv_cache", host_hidden])
             pages[layer + 1].append(page(layer + 1, ubatch))
             wait("h2d", event, "h2d waits for cpu: the hidden state is ready")
             arrivals.append(submit("h2d", f"hidden({layer},{ubatch})", [host_hidden], [hidden]))

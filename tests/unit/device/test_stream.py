@@ -252,11 +252,7 @@ def test_jitter_is_the_delay_that_seed_and_name_give(streams: Streams) -> None:
 
 
 def test_delays_differ_between_seeds_and_between_streams() -> None:
-    runs = [
-        [jitter_s(name, seed, seq, 1.0) for seq in range(1, 100)]
-        for name in ("d2h", "h2d")
-        for seed in range(20)
-    ]
+    runs = [[jitter_s(name, seed, seq, 1.0) for seq in range(1, 100)] for name in ("d2h", "h2d") for seed in range(20)]
     assert len({tuple(run) for run in runs}) == 40
     assert all(0.3 < sum(run) / len(run) < 0.7 for run in runs)
 

@@ -223,15 +223,11 @@ def test_a_prefill_in_chunks_gives_the_bits_of_the_whole(isa: str, dtype: torch.
 @all_isas
 def test_a_row_reads_blocks_that_another_row_of_the_same_task_writes(isa: str) -> None:
     batch = Batch(Case(seq_lens=(10, 64, 64), query_lens=(3, 64, 2), num_heads=4))
-    batch.block_table[2, :3] = batch.block_table[
-        1, :3
-    ]  # a prefix hit on what sequence 1 is only now computing
+    batch.block_table[2, :3] = batch.block_table[1, :3]  # a prefix hit on what sequence 1 is only now computing
     batch.block_table[0, 0] = batch.block_table[1, 1]  # and an earlier row reads what a later one writes
     batch.slot_mapping[:3] = -1
     with AttentionPool(3) as pool:
-        torch.testing.assert_close(
-            batch.run(isa, pool).float(), batch.expected(), **TOLERANCES[torch.bfloat16]
-        )
+        torch.testing.assert_close(batch.run(isa, pool).float(), batch.expected(), **TOLERANCES[torch.bfloat16])
 
 
 # ---------------------------------------------------------------- append

@@ -2,6 +2,7 @@
 """Configured values become numbers that fit the model at hand."""
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -34,7 +35,7 @@ def test_every_layer_is_either_resident_or_streamed(num_layers: int, data: st.Da
 @given(num_layers=st.integers(1, 100), data=st.data())
 def test_resident_layers_are_spread_so_that_gaps_differ_by_at_most_one(num_layers: int, data: st.DataObject) -> None:
     resident = evenly_spread(data.draw(st.integers(1, num_layers)), num_layers)
-    gaps = [after - before for before, after in zip(resident, resident[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(resident)]
     assert all(0 <= layer < num_layers for layer in resident)
     assert not gaps or (min(gaps) >= 1 and max(gaps) - min(gaps) <= 1)
 

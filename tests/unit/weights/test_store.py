@@ -33,7 +33,7 @@ def make_layers(layers: Sequence[int] = (0, 1, 2, 3)) -> list[ExpertLayer]:
 
     return [
         ExpertLayer(
-            layer, f"layers.{layer}", {"w13": parameter(4, 2 * (9 + layer), 16), "w2": parameter(4, 16, 9 + layer)}
+            layer, f"layers.{layer}", {"w13": parameter(4, 2 * (9 + layer), 48), "w2": parameter(4, 48, 9 + layer)}
         )
         for layer in layers
     ]
@@ -56,7 +56,6 @@ def test_host_pages_hold_the_bytes_of_the_parameters(device: EmulatedDevice) -> 
 def test_the_loaded_copy_is_gone_once_the_store_has_taken_over(device: EmulatedDevice) -> None:
     layers = make_layers()
     loaded = [weakref.ref(p.data.untyped_storage()) for layer in layers for p in layer.parameters.values()]
-    pointers = {p.data_ptr() for layer in layers for p in layer.parameters.values()}
     store = make_store(layers, device)
     gc.collect()
     assert not [ref for ref in loaded if ref() is not None]
@@ -64,7 +63,6 @@ def test_the_loaded_copy_is_gone_once_the_store_has_taken_over(device: EmulatedD
     for layer in layers:
         for parameter in layer.parameters.values():
             assert parameter.untyped_storage().data_ptr() in slots
-            assert parameter.data_ptr() not in pointers - slots
 
 
 def test_the_slots_are_as_large_as_the_largest_layer_and_count_against_the_budget(device: EmulatedDevice) -> None:
@@ -122,7 +120,7 @@ def test_a_tensor_with_holes_is_refused_before_anything_moves(device: EmulatedDe
     layers = make_layers()
     pointer = layers[0].parameters["w13"].data_ptr()
     sliced = layers[3].parameters["w2"]
-    sliced.data = torch.zeros(4, 16, 20)[:, :, :12]
+    sliced.data = torch.zeros(4, 48, 20)[:, :, :12]
     with pytest.raises(UnsupportedError, match=r"cannot page layers\.3\.w2"):
         make_store(layers, device)
     assert layers[0].parameters["w13"].data_ptr() == pointer

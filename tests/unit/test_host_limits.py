@@ -1,0 +1,134 @@
+"""Limits of memory and CPUs, from /proc and /sys as cgroup v1, v2, hybrids and containers show them."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from vllm_moe_lightning import host_limits
+from vllm_moe_lightning.hardware import GIB
+
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
+ROOT_MOUNT = "23 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw"
+
+
+def make_root(root: Path, mounts: list[str], memberships: str, files: dict[str, str]) -> Path:
+    proc = root / "proc/self"
+    proc.mkdir(parents=True)
+    (proc / "mountinfo").write_text("\n".join(mounts) + "\n")
+    (proc / "cgroup").write_text(memberships)
+    for name, content in files.items():
+        file = root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content + "\n")
+    return root
+
+
+def test_v2_takes_the_lowest_limit_of_the_groups_above_it(tmp_path: Path) -> None:
+    files = {
+        "sys/fs/cgroup/user.slice/memory.max": str(8 * GIB),
+        "sys/fs/cgroup/user.slice/job.scope/memory.max": "max",
+        "sys/fs/cgroup/user.slice/cpu.max": "150000 100000",
+    }
+    root = make_root(tmp_path, [ROOT_MOUNT, V2_MOUNT], "0::/user.slice/job.scope\n", files)
+    assert host_limits.cgroup_memory_bytes(root) == 8 * GIB
+    assert host_limits.cgroup_cpus(root) == 1.5
+
+
+def test_v2_without_a_limit_says_none(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/a/memory.max": "max", "sys/fs/cgroup/a/cpu.max": "max 100000"}
+    root = make_root(tmp_path, [V2_MOUNT], "0::/a\n", files)
+    assert host_limits.cgroup_memory_bytes(root) is None
+    assert host_limits.cgroup_cpus(root) is None
+
+
+def test_v1_in_a_container_without_a_namespace_finds_its_group_at_the_mount(tmp_path: Path) -> None:
+    mounts = [
+        "40 31 0:32 /docker/a1 /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
+        "41 31 0:33 /docker/a1 /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct",
+    ]
+    memberships = "4:memory:/docker/a1\n3:cpu,cpuacct:/docker/a1\n"
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": str(4 * GIB),
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "300000",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+    }
+    root = make_root(tmp_path, mounts, memberships, files)
+    assert host_limits.cgroup_memory_bytes(root) == 4 * GIB
+    assert host_limits.cgroup_cpus(root) == 3.0
+
+
+def test_v1_says_no_limit_with_a_huge_number_and_a_negative_quota(tmp_path: Path) -> None:
+    mounts = ["40 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory", "41 31 0:33 / /c rw - cgroup c rw,cpu"]
+    files = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "c/cpu.cfs_quota_us": "-1",
+        "c/cpu.cfs_period_us": "100000",
+    }
+    root = make_root(tmp_path, mounts, "4:memory:/\n3:cpu:/\n", files)
+    assert host_limits.cgroup_memory_bytes(root) is None
+    assert host_limits.cgroup_cpus(root) is None
+
+
+def test_a_hybrid_reads_the_controller_where_it_is(tmp_path: Path) -> None:
+    mounts = [
+        "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory",
+        "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw",
+    ]
+    files = {"sys/fs/cgroup/memory/api/memory.limit_in_bytes": str(2 * GIB)}
+    root = make_root(tmp_path, mounts, "4:memory:/api\n0::/\n", files)
+    assert host_limits.cgroup_memory_bytes(root) == 2 * GIB
+
+
+def test_no_cgroups_at_all_is_no_limit(tmp_path: Path) -> None:
+    assert host_limits.cgroup_memory_bytes(tmp_path) is None
+
+
+def test_total_memory_is_read_from_meminfo(tmp_path: Path) -> None:
+    file = tmp_path / "proc/meminfo"
+    file.parent.mkdir()
+    file.write_text("MemTotal:       24684092 kB\nMemFree:  1 kB\n")
+    assert host_limits.total_memory_bytes(tmp_path) == 24684092 * 1024
+    file.write_text("MemFree:  1 kB\n")
+    with pytest.raises(ValueError, match="MemTotal"):
+        host_limits.total_memory_bytes(tmp_path)
+
+
+@pytest.mark.parametrize(("soft", "expected"), [(resource.RLIM_INFINITY, None), (8 << 20, 8 << 20)])
+def test_locked_memory_without_a_limit_is_none(
+    soft: int, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, resource.RLIM_INFINITY))
+    assert host_limits.memlock_bytes() == expected
+
+
+def test_a_cpu_quota_lowers_the_count_of_cpus_but_not_below_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_limits.os, "sched_getaffinity", lambda pid: set(range(8)))
+    root = make_root(tmp_path, [V2_MOUNT], "0::/\n", {"sys/fs/cgroup/cpu.max": "250000 100000"})
+    assert host_limits.usable_cpus(root) == 3
+    (root / "sys/fs/cgroup/cpu.max").write_text("10000 100000")
+    assert host_limits.usable_cpus(root) == 1
+    (root / "sys/fs/cgroup/cpu.max").write_text("max 100000")
+    assert host_limits.usable_cpus(root) == 8
+
+
+def test_the_file_system_is_that_of_the_innermost_latest_mount(tmp_path: Path) -> None:
+    mounts = [
+        ROOT_MOUNT,
+        "50 23 0:40 / /data rw - xfs /dev/vdb rw",
+        "51 50 0:41 / /data/with\\040space rw - tmpfs tmpfs rw",
+        "52 23 0:42 / /data rw - btrfs /dev/vdc rw",
+    ]
+    root = make_root(tmp_path, mounts, "", {})
+    assert host_limits.file_system_of(Path("/data/with space/x"), root) == "tmpfs"
+    assert host_limits.file_system_of(Path("/data/x"), root) == "btrfs"
+    assert host_limits.file_system_of(Path("/elsewhere"), root) == "ext4"
+
+
+def test_this_machine_has_believable_limits() -> None:
+    assert host_limits.usable_cpus() >= 1
+    assert host_limits.total_memory_bytes() > GIB
+    limit = host_limits.host_limits().cgroup_memory_bytes
+    assert limit is None or limit > 0
