@@ -52,12 +52,17 @@ class Steps:
     def step_s(self) -> list[float]:
         return [taken.step_s for taken in self.rounds]
 
-    def median_task_s(self) -> dict[TaskKey, float]:
-        of_key: dict[TaskKey, list[float]] = defaultdict(list)
+    def task_s(self) -> dict[TaskKey, float]:
+        """Of each round the mean, since a task that is interrupted now and then costs a step that much; of the rounds
+        the median."""
+        means: dict[TaskKey, list[float]] = defaultdict(list)
         for taken in self.rounds:
+            of_key: dict[TaskKey, list[float]] = defaultdict(list)
             for run in taken.runs:
                 of_key[run.key].append(run.end_s - run.start_s)
-        return {key: statistics.median(values) for key, values in of_key.items()}
+            for key, seconds in of_key.items():
+                means[key].append(statistics.mean(seconds))
+        return {key: statistics.median(values) for key, values in means.items()}
 
 
 @dataclass(frozen=True)
@@ -149,19 +154,19 @@ class TaskTimes:
     def measured(cls, base: Steps, base_plan: Plan, alone: dict[int, tuple[Steps, Plan]], link: float) -> TaskTimes:
         by_layer: dict[tuple[TaskName, int], list[float]] = defaultdict(list)
         overheads: dict[TaskName, list[float]] = defaultdict(list)
-        for key, seconds in base.median_task_s().items():
+        for key, seconds in base.task_s().items():
             by_layer[key.name, key.layer].append(seconds)
             if key.name in COPIES:
                 overheads[key.name].append(seconds - base_plan.copied_bytes(key) / link)
         points: dict[TaskName, list[tuple[float, float]]] = defaultdict(list)
         for steps, plan in alone.values():
-            for key, seconds in steps.median_task_s().items():
+            for key, seconds in steps.task_s().items():
                 if key.name not in COPIES:
                     points[key.name].append((plan.tokens[key.index], seconds))
         of_rounds = [delays_of(base_plan.schedule, taken.runs) for taken in base.rounds]
         kinds = {kind for delays, _ in of_rounds for kind in delays}
         return cls(
-            at_base_s={key: statistics.median(values) for key, values in by_layer.items()},
+            at_base_s={key: statistics.mean(values) for key, values in by_layer.items()},
             line={name: _median_line(values) for name, values in points.items()},
             base_tokens=statistics.mean(base_plan.tokens),
             copy_overhead_s={name: statistics.median(values) for name, values in overheads.items()},

@@ -22,12 +22,15 @@ PLANNING_ROOMS = {
     "errors.py",
     "hardware.py",
     "hardware_presets.py",
+    "host_limits.py",
     "kernel_costs.py",
+    "machine_readings.py",
     "memory_model.py",
     "model_config.py",
     "model_spec.py",
     "paper_model.py",
     "policy",
+    "profile_cache.py",
     "roofline.py",
     "roofline_plot.py",
     "rowwise.py",
@@ -35,6 +38,7 @@ PLANNING_ROOMS = {
 }
 PLANNING_FILES = {
     "pipeline/__init__.py",
+    "pipeline/gantt.py",
     "pipeline/schedule.py",
     "pipeline/simulator.py",
     "pipeline/tasks.py",
@@ -111,7 +115,7 @@ def test_only_the_entry_points_and_the_worker_import_the_integration_room(source
         assert not [name for name in imports_of(source) if is_in(name, INTEGRATION)]
 
 
-@pytest.mark.parametrize("source", ["__init__.py", "cli/app.py", "cli/plan.py"])
+@pytest.mark.parametrize("source", ["__init__.py", "cli/app.py", "cli/plan.py", "cli/profile.py"])
 def test_the_entry_points_import_the_integration_room_only_when_called(source: str) -> None:
     statements = ast.parse((PACKAGE / source).read_text()).body
     at_import = [node for node in statements if not isinstance(node, ast.FunctionDef)]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vllm_moe_lightning.cli.plan import explain, plan
+from vllm_moe_lightning.cli.profile import profile
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -17,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(explain)
+app.command()(profile)
 
 
 class Schedule(StrEnum):
