@@ -329,9 +329,9 @@ def test_bfloat16_is_the_same_for_any_number_of_micro_batches_and_as_near_to_flo
 
     Prompts are the same tokens in both engines. Their largest differences, 1.8 to 8.5 on these wide-drawn models, come
     from routers that choose another expert after rounding, at the same places in both (stock 6.68, 8.49, 4.85, 2.08,
-    1.77; ours 6.68, 8.48, 4.88, 2.08, 1.77 in the order of ARCHITECTURES), so the maximum gets a quarter of slack for
-    a flip of its own, and the mean a tenth. Answers differ between the engines after the first flipped token, and each
-    is measured on its own: there only the mean is comparable.
+    1.77; ours 6.68, 8.48, 4.88, 2.08, 1.77 in the order of ARCHITECTURES), so the bound is stock's own distance, with a
+    twentieth for the luck of single roundings. Answers differ between the engines after the first flipped token, and
+    each is measured on its own: there only the mean is comparable.
     """
     model, prompts = checkpoint(arch, dtype=torch.bfloat16), standard_prompts(24)
     asked = call("answers_in_detail", prompts=prompts, sampling={"max_tokens": 16, "prompt_logprobs": 0})
@@ -344,6 +344,6 @@ def test_bfloat16_is_the_same_for_any_number_of_micro_batches_and_as_near_to_flo
 
     stock_prompt, stock_answer = distances_from_float32(model, prompts, result_of(stock.jobs[0]))
     our_prompt, our_answer = distances_from_float32(model, prompts, ours)
-    assert our_prompt.max() <= 1.25 * stock_prompt.max()
-    assert our_prompt.mean() <= 1.1 * stock_prompt.mean()
+    assert our_prompt.max() <= 1.05 * stock_prompt.max()
+    assert our_prompt.mean() <= 1.05 * stock_prompt.mean()
     assert our_answer.mean() <= 1.25 * stock_answer.mean()

@@ -2,7 +2,7 @@
 
 from vllm_moe_lightning.errors import DeviceMemoryError
 
-CURE = "keep fewer layers resident, use smaller pages or fewer micro-batches, or raise the device memory budget"
+CURE = "keep fewer layers resident, allow fewer tokens in a step (--max-num-batched-tokens), or raise the budget"
 
 
 class MemoryBudget:

@@ -78,7 +78,7 @@ class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadat
         common = common_attn_metadata
         if common.causal is not True:
             raise UnsupportedError("moe_lightning supports causal attention only; run this model without --worker-cls")
-        starts = common.query_start_loc_cpu[: common.num_reqs + 1].to(torch.int32)
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].to(torch.int32, copy=True)
         query_lens = tuple((starts[1:] - starts[:-1]).tolist())
         # The runner reuses these buffers for the next step; ours may still be read then.
         seq_lens = common.seq_lens[: common.num_reqs].to("cpu", torch.int32, copy=True)

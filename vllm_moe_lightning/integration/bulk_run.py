@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_moe_lightning.config import OPTIONS_KEY, parse_options
 from vllm_moe_lightning.integration.register import WORKER_CLS
@@ -37,7 +38,9 @@ def read_prompts(file: Path) -> list[str]:
 
     Raises ValueError naming the line that is not as it should be.
     """
-    lines = [(number, line) for number, line in enumerate(file.read_text().splitlines(), start=1) if line.strip()]
+    # Not splitlines(): it also cuts at separators that are legal inside a JSON string.
+    numbered = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
+    lines = [(number, line.rstrip("\r")) for number, line in numbered if line.strip()]
     if not lines:
         raise ValueError(f"{file} holds no prompts")
     if file.suffix != ".jsonl":
@@ -86,18 +89,20 @@ def run_bulk_job(
     (stats,) = llm.collective_rpc("moe_lightning_stats")
     texts = [output.outputs[0].text for output in outputs]
     report = _report(job, outputs, duration_s, stats)
-    console = Console()
-    if show_texts:
-        for prompt, text in zip(prompts, texts, strict=True):
-            console.print(f"[bold]{_escaped(prompt)}[/bold]{_escaped(text)}\n", highlight=False)
-    console.print(_table(report))
+    # Files first: nothing that goes wrong with the screen may lose a long job's answers.
     if output_file is not None:
         output_file.parent.mkdir(parents=True, exist_ok=True)
         rows = [json.dumps({"prompt": p, "text": t}) for p, t in zip(prompts, texts, strict=True)]
-        output_file.write_text("\n".join(rows) + "\n")
+        output_file.write_text("\n".join(rows) + "\n", encoding="utf-8")
     if report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
-        report_file.write_text(json.dumps(report, indent=2) + "\n")
+        report_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    console = Console()
+    if show_texts:
+        for prompt, text in zip(prompts, texts, strict=True):
+            console.print(Text.assemble((prompt, "bold"), text, "\n"))
+    console.print(_table(report))
+    if report_file is not None:
         console.print(f"report: {report_file}")
     return report
 
@@ -114,10 +119,6 @@ def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str
         "tokens_per_s": generated_tokens / duration_s,
         **stats,
     }
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def _table(report: dict[str, Any]) -> Table:
@@ -140,8 +141,8 @@ def _table(report: dict[str, Any]) -> Table:
             f"{report['expert_bytes_on_device'] / MIB:.1f} of {experts / MIB:.1f} MiB "
             f"({report['expert_bytes_on_device'] / experts:.0%})",
         ),
-        ("link busy (host to device)", f"{report['link_busy']:.1%} of sweep time"),
-        ("CPU attention busy", f"{report['cpu_attention_busy']:.1%} of sweep time"),
+        ("link busy (host to device)", f"{report['link_busy']:.1%} from first to last sweep"),
+        ("CPU attention busy", f"{report['cpu_attention_busy']:.1%} from first to last sweep"),
         ("waiting", f"{report['wait_s']:.2f} s of {report['sweep_s']:.2f} s in sweeps"),
         (
             "policy in force",

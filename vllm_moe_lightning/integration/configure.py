@@ -18,10 +18,9 @@ from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_opt
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
+from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 
 logger = init_logger("vllm.vllm_moe_lightning.configure")
-
-PLAIN_KV_DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 def options_of(vllm_config: Any) -> MoeLightningConfig:
@@ -36,6 +35,7 @@ def configure(vllm_config: Any) -> None:
     options = options_of(vllm_config)
     _refuse_conflicts(vllm_config)
     _refuse_device(options)
+    resolve_isa("auto")  # attention needs AVX2 or AVX-512, and the native library
     _check_checkpoint(vllm_config)
 
     parallel = vllm_config.parallel_config
@@ -134,8 +134,19 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
             "run without --worker-cls",
         ),
         (
-            cache.cache_dtype not in PLAIN_KV_DTYPES,
-            f"a KV cache of type {cache.cache_dtype}",
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+            f"a KV cache of type {cache.cache_dtype} with a model of type {model.dtype}",
             "drop --kv-cache-dtype",
         ),
+        (
+            model.get_head_size() not in supported_head_dims(),
+            f"attention heads of size {model.get_head_size()} (multiples of 8 up to 256 are)",
+            "run this model without --worker-cls",
+        ),
+        (
+            getattr(vllm_config.aux_output_config, "enabled", False),
+            "returning routed experts",
+            "drop --enable-return-routed-experts",
+        ),
+        (vllm_config.weight_transfer_config is not None, "weight transfer", "drop --weight-transfer-config"),
     ]

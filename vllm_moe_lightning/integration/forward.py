@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm import forward_context as forward_context_module
+import vllm.forward_context
 from vllm.forward_context import create_forward_context, get_forward_context
 
 from vllm_moe_lightning.errors import UnsupportedError
@@ -70,7 +70,7 @@ class PipelinedForward:
 
         def enter(share: _Share) -> Callable[[], None]:
             def set_context() -> None:
-                forward_context_module._forward_context = share.context
+                vllm.forward_context._forward_context = share.context
 
             return set_context
 
@@ -81,7 +81,7 @@ class PipelinedForward:
         try:
             results = self._executor.run_sweep(micro_batches, with_attention=not is_dummy)
         finally:
-            forward_context_module._forward_context = outer
+            vllm.forward_context._forward_context = outer
         if shares[0].tokens is None:
             return results[0]
         num_tokens = positions.shape[-1]

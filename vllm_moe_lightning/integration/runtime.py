@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_moe_lightning.config import MoeLightningConfig
+from vllm_moe_lightning.config import MoeLightningConfig, parse_options
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.device.emulated import EmulatedDevice
 from vllm_moe_lightning.errors import UnsupportedError
@@ -18,7 +19,7 @@ from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.forward import PipelinedForward
 from vllm_moe_lightning.integration.offloader import expert_layers, paged_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
-from vllm_moe_lightning.kv_cache import HostKvCache
+from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
@@ -40,10 +41,9 @@ def stream_cpus() -> list[int]:
     is bound, or there is nothing else, all CPUs that we may use.
     """
     own = os.sched_getaffinity(0)
-    try:
-        parent = os.sched_getaffinity(os.getppid())
-    except ProcessLookupError:
-        parent = own
+    if multiprocessing.parent_process() is None:  # in the user's own process: their mask, not vLLM's
+        return sorted(own)
+    parent = os.sched_getaffinity(os.getppid())
     return sorted(parent - own if own < parent else own)
 
 
@@ -78,6 +78,7 @@ class Runtime:
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
         self.executor: PipelineExecutor | None = None
+        self._report: RunReport | None = None
 
     def take_over(self, decoder_layers: list[torch.nn.Module]) -> None:
         """Move the experts of all streamed layers into host pages."""
@@ -137,6 +138,13 @@ class Runtime:
         self._cpu_path = CpuAttentionPath(host)
         self._device_path = DeviceAttentionPath(host, self.device, self._cache_of)
         PipelinedForward(model, self._vllm_config, self._running)
+        widest = max(
+            (layer.impl for layer in self._attention_layers), key=lambda impl: impl.num_kv_heads * impl.head_size
+        )
+        logger.info(
+            "moe_lightning: keys and values take %d bytes per token of host memory",
+            kv_bytes_per_token(len(self._attention_layers), widest.num_kv_heads, widest.head_size, element_bytes),
+        )
         if self.options.trace_file:
             self.device.set_recording(self.options.trace_operations)
         self.reset()
@@ -160,6 +168,7 @@ class Runtime:
         unknown = sorted(set(changes) - set(CHANGEABLE_WHILE_RUNNING))
         if unknown:
             raise ValueError(f"cannot change {unknown} while running; can change {list(CHANGEABLE_WHILE_RUNNING)}")
+        parse_options(changes)  # names a value out of range
         self._running.policy = replace(self._running.policy, **changes)
         return self._running.policy.to_dict()
 
@@ -168,11 +177,21 @@ class Runtime:
 
     def stats(self) -> dict[str, object]:
         """Figures since the last reset; writes the trace if one was asked for."""
-        if self.options.trace_file:
-            write_chrome_trace(Path(self.options.trace_file), self._report.spans(), device=self.device.kind)
+        self._write_trace()
+        assert self._report is not None, "statistics before the model was loaded"
         return self._report.to_dict()
 
+    def _write_trace(self) -> None:
+        if self.options.trace_file is None or self._report is None:
+            return
+        path = Path(self.options.trace_file)
+        rank = self._vllm_config.parallel_config.rank
+        if self._vllm_config.parallel_config.world_size > 1:
+            path = path.with_stem(f"{path.stem}-rank{rank}")
+        write_chrome_trace(path, self._report.spans(), device=self.device.kind)
+
     def close(self) -> None:
+        self._write_trace()
         self.device.close()
         self._pool.close()
 

@@ -62,6 +62,18 @@ class MoELightningWorker(CPUWorker):
         if hasattr(self, "_runtime"):
             self._runtime.close()
 
+    def _refuse_weight_access(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedError(
+            "moe_lightning keeps the experts in host pages, so weights can be neither reloaded nor saved from the "
+            "running engine; start it anew with the other checkpoint"
+        )
+
+    # vLLM's own would work on the slots, which hold whatever layer passed last.
+    reload_weights = _refuse_weight_access
+    update_weights = _refuse_weight_access
+    save_sharded_state = _refuse_weight_access
+    save_tensorized_model = _refuse_weight_access
+
     # ------------------------------------------------ called through collective_rpc
 
     def moe_lightning_stats(self) -> dict[str, object]:

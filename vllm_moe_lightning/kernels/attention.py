@@ -50,8 +50,8 @@ def resolve_isa(name: str) -> str:
     if name == "auto":
         if available == ("scalar",):
             raise UnsupportedError(
-                "CPU attention needs AVX2 or AVX-512 and this CPU (or its OS) has neither; "
-                'choose isa="scalar" to run the plain kernel, which is many times slower'
+                "CPU attention needs AVX2 or AVX-512, and this CPU (or its OS) has neither; run it on another machine "
+                '(the kernels\' tests can ask for the plain one by isa="scalar"; it is many times slower)'
             )
         return available[-1]
     if name not in available:

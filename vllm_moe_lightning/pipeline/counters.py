@@ -19,8 +19,15 @@ class PipelineCounters:
     rows: int = 0
     tokens: int = 0
     sweep_s: float = 0.0
+    first_sweep_began_s: float | None = None  # time.monotonic()
+    last_sweep_ended_s: float = 0.0
     wait_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By kind of wait: "post_attention<-weight_page"."""
+
+    @property
+    def active_s(self) -> float:
+        """From the first sweep's begin to the last one's end, sampling and scheduling between them included."""
+        return 0.0 if self.first_sweep_began_s is None else self.last_sweep_ended_s - self.first_sweep_began_s
 
     @property
     def total_wait_s(self) -> float:

@@ -19,7 +19,7 @@ from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRow
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.tasks import TaskKey, TaskName
 
-NUM_FRAMES = 2  # one is read while the other is filled
+NUM_FRAMES = 2  # one is read while the other is filled; more micro-batches make them smaller
 
 
 @dataclass(frozen=True)

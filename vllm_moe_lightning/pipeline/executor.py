@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from vllm_moe_lightning.device.base import Device, Event, Stream
@@ -23,7 +23,7 @@ from vllm_moe_lightning.pipeline.coroutine import (
     yield_to_executor,
 )
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
-from vllm_moe_lightning.pipeline.schedule import Schedule, SweepShape, make_schedule
+from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES, Schedule, SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
 from vllm_moe_lightning.policy.policy import Policy
 from vllm_moe_lightning.weights.ring import WeightRing
@@ -63,6 +63,11 @@ class PipelineExecutor:
         self._attention_path = attention_path
         self._num_layers = num_layers
         self._remove_wait = remove_wait
+        known = set() if remove_wait is None else self._wait_names()
+        if remove_wait is not None and remove_wait not in known:
+            raise ValueError(
+                f"remove_wait: {remove_wait!r} is no wait of this model's schedules; they are {sorted(known)}"
+            )
         self._events: dict[TaskKey, Event] = {}
         self._streams: dict[Resource, Stream] = {
             Resource.GPU: device.compute,
@@ -75,6 +80,11 @@ class PipelineExecutor:
         self._requests: dict[int, AttentionRequest] = {}
         self._last_schedule: str | None = None
         self.in_sweep = False
+
+    def _wait_names(self) -> set[str]:
+        shape = self.schedule_for(2).shape
+        shapes = [replace(shape, num_micro_batches=n, with_attention=a) for n in (1, 2) for a in (True, False)]
+        return {name for order in SCHEDULE_NAMES for s in shapes for name in make_schedule(order, s).wait_names()}
 
     def schedule_for(self, num_micro_batches: int, *, with_attention: bool = True) -> Schedule:
         shape = SweepShape(
@@ -120,7 +130,11 @@ class PipelineExecutor:
         finally:
             self.in_sweep = False
             self._coroutines, self._micro_batches, self._requests = [], [], {}
-            self.counters.sweep_s += time.monotonic() - started_s
+            ended_s = time.monotonic()
+            self.counters.sweep_s += ended_s - started_s
+            self.counters.last_sweep_ended_s = ended_s
+            if self.counters.first_sweep_began_s is None:
+                self.counters.first_sweep_began_s = started_s
             if with_attention:
                 self.counters.sweeps += 1
             else:

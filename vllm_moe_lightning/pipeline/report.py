@@ -40,20 +40,24 @@ class RunReport:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """`*_busy` are shares (0..1) of the time spent in sweeps. Times in seconds."""
+        """`*_busy` are shares (0..1) of `active_s`, the time from the first sweep to the last. Times in seconds.
+
+        The pages that the last sweep sends ahead for the next may end after it, hence the cut at 1.
+        """
         executor, counters = self._executor, self._executor.counters
         h2d, d2h, cpu = self._since("h2d"), self._since("d2h"), self._since("cpu")
-        sweep_s = counters.sweep_s
+        active_s = counters.active_s
         pages_per_sweep = sum(executor.store.num_pages(layer) for layer in executor.store.layers)
 
         def share(busy_s: float) -> float:
-            return min(1.0, busy_s / sweep_s) if sweep_s else 0.0
+            return min(1.0, busy_s / active_s) if active_s else 0.0
 
         return {
             "device": executor.device.kind,
             "policy": executor.policy.to_dict(),
             "elapsed_s": time.monotonic() - self._started_s,
-            "sweep_s": sweep_s,
+            "active_s": active_s,
+            "sweep_s": counters.sweep_s,
             "sweeps": counters.sweeps,
             "dummy_sweeps": counters.dummy_sweeps,
             "aborted_sweeps": counters.aborted_sweeps,

@@ -272,6 +272,9 @@ _ORDERS: dict[str, tuple[Callable[[SweepShape], Iterator[Task]], bool]] = {
 }
 
 
+SCHEDULE_NAMES = tuple(_ORDERS)
+
+
 @lru_cache(maxsize=256)
 def make_schedule(name: str, shape: SweepShape) -> Schedule:
     """The tasks of one sweep, cached: a decode phase asks for the same shape again and again."""
