@@ -32,7 +32,8 @@ from benchmarks.torch_decoder import DecoderConfig, MoeDecoder
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device import EmulatedDevice
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
-from vllm_moe_lightning.pipeline.simulator import simulate
+from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
+from vllm_moe_lightning.pipeline.simulator import SimulatedSweep, simulate
 from vllm_moe_lightning.pipeline.tasks import Resource, Task
 
 SCHEDULES = ("cgopipe", "serial", "s2", "s3", "s4")
@@ -171,8 +172,8 @@ class Bench:
             return engine.store.sweep_bytes() / (rounds.busy_s["compute"][0] * TRANSFER_OVER_COMPUTE)
 
 
-def predict(engine: DecoderEngine, schedule: str, rounds: Rounds) -> float:
-    """The simulator's step time, from the median measured duration of each task."""
+def predict(engine: DecoderEngine, schedule: str, rounds: Rounds) -> SimulatedSweep:
+    """The simulator's step, from the median measured duration of each task."""
     durations = {label: statistics.median(values) for label, values in rounds.task_s.items()}
     engine.executor.policy = replace(engine.executor.policy, schedule=schedule)
     plan = engine.executor.schedule_for(NUM_MICRO_BATCHES)
@@ -180,7 +181,7 @@ def predict(engine: DecoderEngine, schedule: str, rounds: Rounds) -> float:
     def duration_s(task: Task) -> float:
         return durations.get(str(task.key), 0.0)
 
-    return simulate(plan, duration_s, num_sweeps=2).duration_s
+    return simulate(plan, duration_s, num_sweeps=2)
 
 
 def machine(cpus: Cpus) -> dict[str, Any]:
@@ -204,7 +205,10 @@ def machine(cpus: Cpus) -> dict[str, Any]:
     }
 
 
-def run(workload: Workload, num_rounds: int, steps_per_round: int, console: Console) -> dict[str, Any]:
+def run(
+    workload: Workload, num_rounds: int, steps_per_round: int, console: Console
+) -> tuple[dict[str, Any], dict[str, SimulatedSweep]]:
+    """The results as JSON values, and the last simulated step of each schedule."""
     bench = Bench(workload, Cpus.split())
     os.sched_setaffinity(0, bench.cpus.compute)
     measured = {schedule: Rounds() for schedule in SCHEDULES}
@@ -216,9 +220,9 @@ def run(workload: Workload, num_rounds: int, steps_per_round: int, console: Cons
             for position in range(len(SCHEDULES)):  # another one first in each round
                 schedule = SCHEDULES[(index + position) % len(SCHEDULES)]
                 bench.take_steps(engine, schedule, steps_per_round, measured[schedule])
-            predicted_s = {schedule: predict(engine, schedule, measured[schedule]) for schedule in SCHEDULES}
+            simulated = {schedule: predict(engine, schedule, measured[schedule]) for schedule in SCHEDULES}
             experts_mb = engine.store.host_bytes / 1e6
-    rows = {schedule: measured[schedule].row(predicted_s[schedule]) for schedule in SCHEDULES}
+    rows = {schedule: measured[schedule].row(simulated[schedule].duration_s) for schedule in SCHEDULES}
 
     def over_cgopipe(schedule: str) -> float:
         """Median over the rounds, each of which holds both at one link speed and close in time."""
@@ -226,7 +230,7 @@ def run(workload: Workload, num_rounds: int, steps_per_round: int, console: Cons
         return statistics.median(other / ours for other, ours in pairs)
 
     cgopipe, model = rows["cgopipe"], workload.model
-    return {
+    result = {
         "summary": {
             "device": "emulated",
             "cgopipe_over_busiest_resource": cgopipe["step_over_busiest_resource"],
@@ -256,6 +260,7 @@ def run(workload: Workload, num_rounds: int, steps_per_round: int, console: Cons
         },
         "rows": [{"schedule": schedule, "device": "emulated", **row} for schedule, row in rows.items()],
     }
+    return result, simulated
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -305,6 +310,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def main(
     json_file: Annotated[Path, typer.Option("--json", help="Where the results go.")],
+    plot: Annotated[Path | None, typer.Option(help="Gantt chart of a step of each schedule (png, svg, pdf).")] = None,
     quick: Annotated[bool, typer.Option(help="A small model and few rounds: shows that it runs.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which every schedule runs.")] = 5,
     steps_per_round: Annotated[int, typer.Option(min=1, help="Measured steps of a schedule per round.")] = 2,
@@ -317,10 +323,14 @@ def main(
         workload = replace(FULL, model=replace(FULL.model, num_layers=3, intermediate=256), num_seqs=64)
         rounds, steps_per_round = min(rounds, 2), 1
     console = Console(width=max(Console().width, 110))
-    result = run(workload, rounds, steps_per_round, console)
+    result, simulated = run(workload, rounds, steps_per_round, console)
     show(result, console)
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(result, indent=2) + "\n")
+    if plot is not None:
+        titles = {name: f"{name}: {sweep.duration_s * 1e3:.0f} ms (simulated)" for name, sweep in simulated.items()}
+        panels = ((titles[name], simulated_spans(simulated[name])) for name in ("cgopipe", "s2", "s3", "serial"))
+        plot_gantt(panels, plot)
 
 
 if __name__ == "__main__":
