@@ -2,8 +2,9 @@
 
 What the artifact gets wrong, on purpose kept here: attention counts one of QK^T and PV; all experts are always touched;
 the context is the longest, not the mean; prefill, projections and LM head take no time; embeddings take no memory; FFN
-activations are not times k; the head size is taken as hidden / heads. Only A_g = 0, F_g = 1, which its search always
-returns: the artifact prints no figure to check any other against.
+activations are not times k; the head size is taken as hidden / heads; with attention on the GPU (A_g = 1) the decode is
+charged for all of the KV there, whatever share of it the plan puts on the CPU. FFNs are on the GPU (F_g = 1). The
+artifact prints figures for A_g = 0 only: of A_g = 1 only the formulas can be checked.
 """
 
 from __future__ import annotations
@@ -87,7 +88,9 @@ class PaperPlan:
 
     micro_batch_size: int
     num_micro_batches: int
+    attention_on_gpu: bool  # A_g
     weights_gpu_ratio: float  # r_w, or w_g
+    kv_gpu_ratio: float  # r_c, or c_g
     link_s: float  # ctog, of one layer
     gpu_s: float
     cpu_s: float
@@ -105,67 +108,142 @@ class PaperPlan:
         return max(self.link_s, self.gpu_s, self.cpu_s)
 
 
-def _gpu_memory_bytes(
-    model: PaperModel, hardware: PaperHardware, prompt_len: float, mu: int, n: int, ratio: float
-) -> float:
-    """home + workspace: affine in the ratio, with slope wi * (l - 2)."""
-    tp, h1, s, batch = hardware.tp_size, model.hidden, prompt_len, mu * n
-    weights = model.other_bytes + model.expert_layer_bytes * model.num_layers * ratio
-    decode_home = weights + 4 * h1 * batch * tp
-    if hardware.padded_prefill_form:
-        prefill_home = weights + tp * 8 * h1 * mu * s + 8 * s * model.kv_hidden * mu
-    else:
-        prefill_home = weights + tp * (4 * h1 * mu * s + 2 * h1 * batch * s) + 8 * s * model.kv_hidden * mu
-    intermediates = 2 * mu * model.top_k * h1 * tp * s + 6 * mu * model.top_k * model.intermediate * s
-    workspace = 2 * model.expert_layer_bytes * (1 - ratio) + WORKSPACE_FACTOR * intermediates
-    return max(prefill_home, decode_home) + workspace
+@dataclass(frozen=True)
+class _Program:
+    """The LP of one (mu, n_ub, A_g): its variables are w_g and c_g, with w_c = 1 - w_g and c_c = 1 - c_g."""
 
+    model: PaperModel
+    hardware: PaperHardware
+    prompt_len: float  # s
+    gen_len: int  # n
+    micro_batch_size: int  # mu
+    num_micro_batches: int  # n_ub
+    attention_on_gpu: bool  # A_g
 
-def _cpu_memory_bytes(
-    model: PaperModel, hardware: PaperHardware, prompt_len: float, gen_len: int, batch: int, ratio: float
-) -> float:
-    """Weights with two pinned layers, KV, and the hidden states of the prefill."""
-    weights = model.expert_layer_bytes * (1 - ratio) * (model.num_layers + 2)
-    kv = 4 * (prompt_len + gen_len) * model.kv_hidden * batch * model.num_layers
-    return weights + kv + 2 * model.hidden * batch * prompt_len * hardware.tp_size
+    @property
+    def batch_size(self) -> int:
+        return self.micro_batch_size * self.num_micro_batches
+
+    @property
+    def prefill_kv_bytes(self) -> float:
+        """What the prefill's GPU memory has of the KV where all of it is on the GPU: one layer's."""
+        return 4 * self.prompt_len * self.model.kv_hidden * self.batch_size
+
+    @property
+    def kv_bytes(self) -> float:
+        return 4 * (self.prompt_len + self.gen_len) * self.model.kv_hidden * self.batch_size * self.model.num_layers
+
+    def prefill_memory_bytes(self, ratio: float, kv_ratio: float) -> float:
+        """home_p + gpu_w: affine in the ratios, with slopes wi * (l - 2) and `prefill_kv_bytes`."""
+        model, tp, mu, s = self.model, self.hardware.tp_size, self.micro_batch_size, self.prompt_len
+        if self.hardware.padded_prefill_form:
+            hidden_states = tp * 8 * model.hidden * mu * s
+        else:
+            hidden_states = tp * (4 * model.hidden * mu * s + 2 * model.hidden * self.batch_size * s)
+        kv = self.prefill_kv_bytes * kv_ratio + 8 * s * model.kv_hidden * mu
+        return self._weights_on_gpu_bytes(ratio) + hidden_states + kv + self._workspace_bytes(ratio)
+
+    def decode_memory_bytes(self, ratio: float) -> float:
+        """home_d + gpu_w. The KV's factor in the artifact is c_g + c_c * A_g: all of it where A_g = 1."""
+        hidden_states = 4 * self.model.hidden * self.batch_size * self.hardware.tp_size
+        kv = self.kv_bytes * self.attention_on_gpu
+        return self._weights_on_gpu_bytes(ratio) + hidden_states + kv + self._workspace_bytes(ratio)
+
+    def _weights_on_gpu_bytes(self, ratio: float) -> float:
+        return self.model.other_bytes + self.model.expert_layer_bytes * self.model.num_layers * ratio
+
+    def _workspace_bytes(self, ratio: float) -> float:
+        """gpu_w: two layers of streamed weights, and what the prefill computes on its way."""
+        model, mu, s = self.model, self.micro_batch_size, self.prompt_len
+        intermediates = (
+            2 * mu * model.top_k * model.hidden * self.hardware.tp_size * s
+            + 6 * mu * model.top_k * model.intermediate * s
+        )
+        return 2 * model.expert_layer_bytes * (1 - ratio) + WORKSPACE_FACTOR * intermediates
+
+    def cpu_memory_bytes(self, ratio: float, kv_ratio: float) -> float:
+        """Weights with two pinned layers, KV, and the hidden states of the prefill."""
+        weights = self.model.expert_layer_bytes * (1 - ratio) * (self.model.num_layers + 2)
+        hidden_states = 2 * self.model.hidden * self.batch_size * self.prompt_len * self.hardware.tp_size
+        return weights + self.kv_bytes * (1 - kv_ratio) + hidden_states
+
+    def link_s(self, ratio: float, kv_ratio: float) -> float:
+        """ctog: the streamed weights, and with attention on the GPU the KV that is not there, at its mean length."""
+        moved = self.model.expert_layer_bytes * (1 - ratio)
+        if self.attention_on_gpu:
+            mean_context = self.prompt_len + self.gen_len / 2
+            moved += 4 * mean_context * self.model.kv_hidden * self.batch_size * (1 - kv_ratio)
+        return moved / self.hardware.link_bytes_per_s
+
+    def gpu_s(self) -> float:
+        """Eq. 13, of one layer: FFNs, and attention where it is here."""
+        mu, model = self.micro_batch_size, self.model
+        flops_per_s = self.hardware.gpu_flops_per_s * self.hardware.tp_size
+        bytes_per_s = self.hardware.gpu_bytes_per_s * self.hardware.tp_size
+        seconds = max(model.ffn_flops(mu) / flops_per_s, model.ffn_bytes(mu) / bytes_per_s)
+        if self.attention_on_gpu:
+            seconds += self._attention_s(flops_per_s, bytes_per_s)
+        return self.num_micro_batches * seconds
+
+    def cpu_s(self) -> float:
+        if self.attention_on_gpu:
+            return 0.0
+        hardware = self.hardware
+        return self.num_micro_batches * self._attention_s(hardware.cpu_flops_per_s, hardware.cpu_bytes_per_s)
+
+    def _attention_s(self, flops_per_s: float, bytes_per_s: float) -> float:
+        """Of one micro-batch, over the longest context."""
+        mu, context = self.micro_batch_size, self.prompt_len + self.gen_len
+        return max(
+            self.model.attention_flops(mu, 1, context) / flops_per_s,
+            self.model.attention_bytes(mu, 1, context) / bytes_per_s,
+        )
+
+    def best_ratios(self) -> tuple[float, float] | None:
+        """(w_g, c_g), None where GPU memory has no room even for 0. More of either on the GPU never hurts. Where they
+        compete, in the prefill's memory, KV comes first: with more than three layers a byte of it there saves more of
+        the link and of CPU memory than a byte of weights does."""
+        budget = GPU_MEMORY_SHARE * self.hardware.gpu_memory_bytes * self.hardware.tp_size
+        prefill_room = budget - self.prefill_memory_bytes(0.0, 0.0)
+        decode_room = budget - self.decode_memory_bytes(0.0)
+        if min(prefill_room, decode_room) < 0:
+            return None
+        kv_bytes = min(prefill_room, self.prefill_kv_bytes) if self.attention_on_gpu else 0.0
+        room = min(prefill_room - kv_bytes, decode_room)
+        ratio = room / (self.model.expert_layer_bytes * (self.model.num_layers - 2))
+        return min(ratio, 1.0), kv_bytes / self.prefill_kv_bytes
 
 
 def paper_plan(
-    model: PaperModel, hardware: PaperHardware, prompt_len: float, gen_len: int, mu: int, n: int
+    model: PaperModel,
+    hardware: PaperHardware,
+    prompt_len: float,
+    gen_len: int,
+    mu: int,
+    n: int,
+    *,
+    attention_on_gpu: bool = False,
 ) -> PaperPlan | None:
-    """The LP of one (mu, n_ub), solved in closed form: more of the weights on the GPU never hurts, so the ratio is
-    what GPU memory allows. None where that is below 0 or the rest does not fit the CPU."""
-    batch, wi = mu * n, model.expert_layer_bytes
-    without = _gpu_memory_bytes(model, hardware, prompt_len, mu, n, 0.0)
-    budget = GPU_MEMORY_SHARE * hardware.gpu_memory_bytes * hardware.tp_size
-    ratio = (budget - without) / (wi * (model.num_layers - 2))
-    if ratio < 0:
+    """The LP of one (mu, n_ub, A_g), solved in closed form. None where the weights don't fit beside the rest."""
+    program = _Program(model, hardware, prompt_len, gen_len, mu, n, attention_on_gpu)
+    ratios = program.best_ratios()
+    if ratios is None:
         return None
-    ratio = min(ratio, 1.0)
-    cpu_memory = _cpu_memory_bytes(model, hardware, prompt_len, gen_len, batch, ratio)
+    cpu_memory = program.cpu_memory_bytes(*ratios)
     if cpu_memory > CPU_MEMORY_SHARE * hardware.cpu_memory_bytes:
         return None
-    tp, context = hardware.tp_size, prompt_len + gen_len
-    gpu_s = n * max(
-        model.ffn_flops(mu) / (hardware.gpu_flops_per_s * tp),
-        model.ffn_bytes(mu) / (hardware.gpu_bytes_per_s * tp),
-    )
-    cpu_s = n * max(
-        model.attention_flops(mu, 1, context) / hardware.cpu_flops_per_s,
-        model.attention_bytes(mu, 1, context) / hardware.cpu_bytes_per_s,
-    )
-    link_s = wi * (1 - ratio) / hardware.link_bytes_per_s
-    layer_s = max(link_s, gpu_s, cpu_s)
+    link_s, gpu_s, cpu_s = program.link_s(*ratios), program.gpu_s(), program.cpu_s()
     return PaperPlan(
         mu,
         n,
-        ratio,
+        attention_on_gpu,
+        *ratios,
         link_s,
         gpu_s,
         cpu_s,
-        _gpu_memory_bytes(model, hardware, prompt_len, mu, n, ratio),
+        max(program.prefill_memory_bytes(*ratios), program.decode_memory_bytes(ratios[0])),
         cpu_memory,
-        batch * gen_len / (layer_s * (gen_len - 1) * model.num_layers),
+        program.batch_size * gen_len / (max(link_s, gpu_s, cpu_s) * (gen_len - 1) * model.num_layers),
     )
 
 
@@ -179,12 +257,24 @@ def _micro_batch_sizes() -> Iterator[int]:
 
 
 def best_paper_plan(model: PaperModel, hardware: PaperHardware, prompt_len: float, gen_len: int) -> PaperPlan | None:
+    """The better of the plans with attention on the CPU and on the GPU: a flag outside of the artifact's search."""
+    searches = [
+        best_paper_plan_with(model, hardware, prompt_len, gen_len, attention_on_gpu=flag) for flag in (False, True)
+    ]
+    return max(filter(None, searches), key=lambda plan: plan.decode_tokens_per_s, default=None)
+
+
+def best_paper_plan_with(
+    model: PaperModel, hardware: PaperHardware, prompt_len: float, gen_len: int, *, attention_on_gpu: bool
+) -> PaperPlan | None:
     """The artifact's search: for each mu on its grid, counts upward until throughput drops first."""
     best: PaperPlan | None = None
     for mu in _micro_batch_sizes():
         previous = 0.0
         n = 1
-        while (plan := paper_plan(model, hardware, prompt_len, gen_len, mu, n)) is not None:
+        while (
+            plan := paper_plan(model, hardware, prompt_len, gen_len, mu, n, attention_on_gpu=attention_on_gpu)
+        ) is not None:
             if plan.decode_tokens_per_s < previous:
                 break
             previous = plan.decode_tokens_per_s

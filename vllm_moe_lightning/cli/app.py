@@ -10,6 +10,7 @@ import typer
 
 from vllm_moe_lightning.cli.plan import explain, plan
 from vllm_moe_lightning.cli.profile import profile
+from vllm_moe_lightning.cli.usage import checked
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,7 +53,7 @@ def run(
     show_texts: Annotated[bool, typer.Option(help="Print the answers.")] = True,
 ) -> None:
     """Answer a file of prompts with the experts paged, and report what moved and what was busy."""
-    from vllm_moe_lightning.integration.bulk_run import BulkJob, run_bulk_job
+    from vllm_moe_lightning.integration.bulk_run import BulkJob, prompts_of, run_bulk_job
 
     given = {
         "num_micro_batches": num_micro_batches,
@@ -75,7 +76,7 @@ def run(
         max_num_seqs=max_num_seqs,
         kv_cache_bytes=int(kv_cache_gib * 2**30),
     )
-    run_bulk_job(job, report_file=report, output_file=output, show_texts=show_texts)
+    run_bulk_job(job, checked(lambda: prompts_of(job)), report_file=report, output_file=output, show_texts=show_texts)
 
 
 def main() -> None:

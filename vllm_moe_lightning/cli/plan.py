@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from vllm_moe_lightning.cli.usage import checked
 
 if TYPE_CHECKING:
     from vllm_moe_lightning.hardware import HardwareProfile
@@ -65,7 +68,7 @@ def plan(
     """Find the policy with most tokens per second, and what would raise it."""
     from vllm_moe_lightning.policy.grid import Batching, PlanLimits
 
-    limits = _checked(
+    limits = checked(
         lambda: PlanLimits(
             batching=Batching(batching.value),
             max_num_seqs=max_num_seqs,
@@ -74,7 +77,7 @@ def plan(
             time_limit_s=time_limit_s,
         )
     )
-    spec, workload = _checked(lambda: _model_and_workload(model, prompt_len, gen_len))
+    spec, workload = checked(lambda: _model_and_workload(model, prompt_len, gen_len))
 
     def machine(preset: str | None) -> HardwareProfile:
         return _machine(preset, host, None if compare else hardware, num_gpus, link_gb_per_s, host_memory_gb)
@@ -83,10 +86,10 @@ def plan(
         if gpu is not None or hardware is not None or plot is not None:
             raise typer.BadParameter("--compare names the GPUs; drop --gpu, --hardware and --plot")
         names = [name.strip() for name in compare.split(",") if name.strip()]
-        boxes = {name: _checked(lambda name=name: machine(name)) for name in names}
+        boxes = {name: checked(partial(machine, name)) for name in names}
         _compare(spec, boxes, workload, limits, as_json)
         return
-    profile = _checked(lambda: machine(gpu))
+    profile = checked(lambda: machine(gpu))
     planned = _find(spec, profile, workload, limits)
     if plot is not None:
         _plot(spec, profile, workload, planned, plot)
@@ -129,8 +132,8 @@ def explain(
     from vllm_moe_lightning.policy.grid import Batching
     from vllm_moe_lightning.workload import HrmPolicy
 
-    spec, workload = _checked(lambda: _model_and_workload(model, prompt_len, gen_len))
-    profile = _checked(lambda: _machine(gpu, host, hardware, num_gpus, link_gb_per_s, host_memory_gb))
+    spec, workload = checked(lambda: _model_and_workload(model, prompt_len, gen_len))
+    profile = checked(lambda: _machine(gpu, host, hardware, num_gpus, link_gb_per_s, host_memory_gb))
 
     def explained() -> PlannedPolicy:
         policy = HrmPolicy(
@@ -145,21 +148,13 @@ def explain(
         )
         return search.explain(spec, profile, workload, Batching(batching.value), policy)
 
-    planned = _checked(explained)
+    planned = checked(explained)
     if as_json:
         _print_json({**_head(spec, profile, workload), **planned.to_dict()})
         return
     from vllm_moe_lightning.cli import plan_report
 
     plan_report.show_plan(spec, profile, workload, planned)
-
-
-def _checked(make: Any) -> Any:
-    """Wrong input as a usage error, with the message that names the value and the cure."""
-    try:
-        return make()
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _model_and_workload(model: Path, prompt_len: float, gen_len: int) -> tuple[MoeModelSpec, Workload]:

@@ -57,14 +57,23 @@ def read_prompts(file: Path) -> list[str]:
     return prompts
 
 
-def run_bulk_job(
-    job: BulkJob, *, report_file: Path | None = None, output_file: Path | None = None, show_texts: bool = True
-) -> dict[str, Any]:
-    """Load the model, answer all prompts, print texts and the table. Returns the report."""
-    parse_options(job.options)  # before vLLM starts any process
-    prompts = read_prompts(job.prompts_file)
+def prompts_of(job: BulkJob) -> list[str]:
+    """The job's prompts, after a look at everything that can be wrong before vLLM starts any process (ValueError)."""
+    parse_options(job.options)
     if not (job.model / "config.json").is_file():
         raise ValueError(f"{job.model} is not a checkpoint folder: it has no config.json")
+    return read_prompts(job.prompts_file)
+
+
+def run_bulk_job(
+    job: BulkJob,
+    prompts: list[str],
+    *,
+    report_file: Path | None = None,
+    output_file: Path | None = None,
+    show_texts: bool = True,
+) -> dict[str, Any]:
+    """Load the model, answer all prompts, print texts and the table. Returns the report."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(
