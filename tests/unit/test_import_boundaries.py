@@ -29,6 +29,7 @@ PLANNING_ROOMS = {
     "model_config.py",
     "model_spec.py",
     "paper_model.py",
+    "planned_sweep.py",
     "policy",
     "profile_cache.py",
     "roofline.py",

@@ -43,6 +43,8 @@ HostMemoryOption = Annotated[float | None, typer.Option(min=0.001, help="Host me
 PromptLenOption = Annotated[float, typer.Option(min=1, help="Mean prompt length in tokens.")]
 GenLenOption = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")]
 BatchingOption = Annotated[BatchingName, typer.Option(help="Steady state of serving, or the paper's static batch.")]
+GanttOption = Annotated[Path | None, typer.Option(help="Where a simulated sweep is drawn, as PNG, SVG or PDF.")]
+TraceOption = Annotated[Path | None, typer.Option(help="Where the simulated sweep goes as a chrome trace.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
@@ -63,6 +65,8 @@ def plan(
     time_limit_s: Annotated[float, typer.Option(min=0.01, help="Of the solver.")] = 10.0,
     compare: Annotated[str | None, typer.Option(help="GPU presets, comma-separated: one row for each.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where the roofline goes, as PNG, SVG or PDF.")] = None,
+    gantt: GanttOption = None,
+    trace: TraceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the policy with most tokens per second, and what would raise it."""
@@ -83,8 +87,8 @@ def plan(
         return _machine(preset, host, None if compare else hardware, num_gpus, link_gb_per_s, host_memory_gb)
 
     if compare is not None:
-        if gpu is not None or hardware is not None or plot is not None:
-            raise typer.BadParameter("--compare names the GPUs; drop --gpu, --hardware and --plot")
+        if any(option is not None for option in (gpu, hardware, plot, gantt, trace)):
+            raise typer.BadParameter("--compare names the GPUs; drop --gpu, --hardware, --plot, --gantt and --trace")
         names = [name.strip() for name in compare.split(",") if name.strip()]
         boxes = {name: checked(partial(machine, name)) for name in names}
         _compare(spec, boxes, workload, limits, as_json)
@@ -93,16 +97,18 @@ def plan(
     planned = _find(spec, profile, workload, limits)
     if plot is not None:
         _plot(spec, profile, workload, planned, plot)
+    simulated_s = _simulate(spec, profile, workload, planned, gantt, trace)
     from vllm_moe_lightning.policy.sensitivity import marginal_values
 
     values = marginal_values(spec, profile, workload, limits, planned)
     if as_json:
         marginal = {v.change: {"tokens_per_s": v.tokens_per_s, "gain": v.gain} for v in values}
-        _print_json({**_head(spec, profile, workload), **planned.to_dict(), "marginal_values": marginal})
+        head = {**_head(spec, profile, workload), **planned.to_dict(), "simulated_sweep_s": simulated_s}
+        _print_json({**head, "marginal_values": marginal})
         return
     from vllm_moe_lightning.cli import plan_report
 
-    plan_report.show_plan(spec, profile, workload, planned)
+    plan_report.show_plan(spec, profile, workload, planned, simulated_s)
     plan_report.show_marginal_values(values)
 
 
@@ -125,6 +131,8 @@ def explain(
     ffn: Annotated[Place, typer.Option(help="Where the experts of streamed layers run; auto: GPU.")] = Place.auto,
     kv_gpu_ratio: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
     prefill_tokens: Annotated[int | None, typer.Option(min=1, help="Most prompt tokens of a prefill sweep.")] = None,
+    gantt: GanttOption = None,
+    trace: TraceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Time and memory of a policy that you choose, whether it fits or not."""
@@ -149,12 +157,13 @@ def explain(
         return search.explain(spec, profile, workload, Batching(batching.value), policy)
 
     planned = checked(explained)
+    simulated_s = _simulate(spec, profile, workload, planned, gantt, trace)
     if as_json:
-        _print_json({**_head(spec, profile, workload), **planned.to_dict()})
+        _print_json({**_head(spec, profile, workload), **planned.to_dict(), "simulated_sweep_s": simulated_s})
         return
     from vllm_moe_lightning.cli import plan_report
 
-    plan_report.show_plan(spec, profile, workload, planned)
+    plan_report.show_plan(spec, profile, workload, planned, simulated_s)
 
 
 def _model_and_workload(model: Path, prompt_len: float, gen_len: int) -> tuple[MoeModelSpec, Workload]:
@@ -241,6 +250,34 @@ def _plot(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, plan
     except ImportError as error:
         typer.echo(f"--plot needs matplotlib ({error}): pip install matplotlib", err=True)
         raise typer.Exit(1) from error
+
+
+def _simulate(
+    spec: MoeModelSpec,
+    profile: HardwareProfile,
+    workload: Workload,
+    planned: PlannedPolicy,
+    gantt: Path | None,
+    trace: Path | None,
+) -> float:
+    """Seconds of a simulated decode (or mixed) sweep; draws it and writes its trace where asked."""
+    from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
+    from vllm_moe_lightning.pipeline.trace import write_chrome_trace
+    from vllm_moe_lightning.planned_sweep import simulate_policy
+    from vllm_moe_lightning.policy.grid import Batching
+    from vllm_moe_lightning.workload import decode_load, steady_load
+
+    load_of = decode_load if planned.batching is Batching.STATIC else steady_load
+    sweep = simulate_policy(spec, profile, planned.policy, load_of(workload, planned.policy))
+    if trace is not None:
+        write_chrome_trace(trace, simulated_spans(sweep), device="simulated")
+    if gantt is not None:
+        try:
+            plot_gantt([(f"{spec.name} on {profile.name}, simulated", simulated_spans(sweep))], gantt)
+        except ImportError as error:
+            typer.echo(f"--gantt needs matplotlib ({error}): pip install matplotlib", err=True)
+            raise typer.Exit(1) from error
+    return sweep.duration_s
 
 
 def _head(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload) -> dict[str, object]:

@@ -19,7 +19,9 @@ BAR_WIDTH = 30
 SMALLEST_GAIN = 5e-4
 
 
-def show_plan(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, planned: PlannedPolicy) -> None:
+def show_plan(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, planned: PlannedPolicy, simulated_sweep_s: float
+) -> None:
     console = Console()
     console.print(
         f"[bold]{spec.name}[/] on [bold]{profile.name}[/], prompt {workload.prompt_len:g}, generate {workload.gen_len}"
@@ -28,6 +30,10 @@ def show_plan(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, 
     for phase, (sweep, num_sweeps) in planned.phases.items():
         if num_sweeps:
             console.print(_time_bars(phase, sweep, num_sweeps))
+    console.print(
+        f"simulated task by task: {simulated_sweep_s:.3f} s a sweep, "
+        f"{simulated_sweep_s / planned.cost.decode.time_s:.2f} x the bound (--gantt, --trace)"
+    )
     console.print(_memory_table(planned.gpu_memory, planned.host_memory))
     if planned.tight_constraints:
         console.print(f"tight: {', '.join(planned.tight_constraints)}")

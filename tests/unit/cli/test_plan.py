@@ -74,6 +74,25 @@ def test_json_has_the_fields_that_scripts_read(run: Callable[..., Any]) -> None:
     assert plan["marginal_values"]["+10 % link"]["gain"] >= 0
 
 
+@pytest.mark.parametrize("batching", ["continuous", "static"])
+def test_a_sweep_of_the_plan_is_simulated_drawn_and_traced(
+    run: Callable[..., Any], tmp_path: Path, batching: str
+) -> None:
+    gantt, trace = tmp_path / "gantt.png", tmp_path / "trace.json"
+    files = ("--gantt", str(gantt), "--trace", str(trace))
+    result = run("plan", "--gpu", "t4", *SIZES, "--batching", batching, *files, "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert gantt.read_bytes().startswith(b"\x89PNG")
+    spans = [event for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"]
+    pages = [event for event in spans if event["name"].startswith("weight_page")]
+    policy = plan["policy"]
+    assert len({event["name"].split(",")[0] for event in pages}) == 32 - policy["num_resident_layers"]
+    end_s = max(event["ts"] + event["dur"] for event in spans) / 1e6
+    begin_s = min(event["ts"] for event in spans) / 1e6
+    assert plan["simulated_sweep_s"] == pytest.approx(end_s - begin_s, rel=0.2)
+
+
 def test_the_report_names_policy_time_bottleneck_and_what_would_raise_it(run: Callable[..., Any]) -> None:
     result = run("plan", "--gpu", "t4", "--host", "gcp-t4-24", *SIZES)
     assert result.exit_code == 0, result.output
