@@ -8,7 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# No deadline per example, since a busy machine would fail tests that are right; the same examples in every run.
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("steady")
 
 # Functions that stock vLLM needs before it loads an architecture (tests/helpers/engine.py, `preload`).
 STOCK_PRELOAD = {"dbrx": ["vllm_moe_lightning.integration.dbrx:apply"]}
