@@ -47,7 +47,7 @@ def stream_cpus() -> list[int]:
     return sorted(parent - own if own < parent else own)
 
 
-def make_device(options: MoeLightningConfig) -> Device:
+def make_device(options: MoeLightningConfig, cpus: list[int]) -> Device:
     debug, budget = options.debug, options.device_memory_mib
     return EmulatedDevice(
         memory_budget_bytes=None if budget is None else int(budget * MIB),
@@ -58,7 +58,7 @@ def make_device(options: MoeLightningConfig) -> Device:
         jitter_max_s=debug.jitter_max_ms / 1e3,
         poison=debug.poison,
         check_hazards=debug.check_hazards,
-        cpus=stream_cpus(),
+        cpus=cpus,
     )
 
 
@@ -69,12 +69,11 @@ class Runtime:
     def __init__(self, vllm_config: Any, options: MoeLightningConfig) -> None:
         self._vllm_config = vllm_config
         self.options = options
-        self.device = make_device(options)
         cpus = stream_cpus()
+        self.device = make_device(options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
         default_threads = len(cpus) if is_launcher_apart else max(1, len(cpus) - 1)
         self._pool = AttentionPool(options.attention_threads or default_threads, cpus)
-        self._decoder_layers: list[torch.nn.Module] = []
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
         self.executor: PipelineExecutor | None = None
@@ -82,7 +81,6 @@ class Runtime:
 
     def take_over(self, decoder_layers: list[torch.nn.Module]) -> None:
         """Move the experts of all streamed layers into host pages."""
-        self._decoder_layers = decoder_layers
         self._experts = expert_layers(decoder_layers)
         if not self._experts:
             raise UnsupportedError("this model has no experts to page; run it without --worker-cls")
@@ -108,7 +106,7 @@ class Runtime:
             policy.num_slots,
             len(policy.resident_layers),
             policy.page_bytes / MIB,
-            sum(store.num_pages(layer) for layer in range(len(decoder_layers))),
+            store.sweep_pages(),
             self.device.kind,
         )
 
@@ -184,10 +182,9 @@ class Runtime:
     def _write_trace(self) -> None:
         if self.options.trace_file is None or self._report is None:
             return
-        path = Path(self.options.trace_file)
-        rank = self._vllm_config.parallel_config.rank
-        if self._vllm_config.parallel_config.world_size > 1:
-            path = path.with_stem(f"{path.stem}-rank{rank}")
+        path, parallel = Path(self.options.trace_file), self._vllm_config.parallel_config
+        if parallel.world_size > 1:
+            path = path.with_stem(f"{path.stem}-rank{parallel.rank}")
         write_chrome_trace(path, self._report.spans(), device=self.device.kind)
 
     def close(self) -> None:

@@ -122,10 +122,10 @@ class DeviceAttentionPath:
             return
         host = context.host_blocks
         blocks = cache.blocks.view(torch.uint8).view(cache.num_blocks, cache.block_bytes)
-        frames = frame.tensor[: len(context.host_blocks) * cache.block_bytes].view(-1, cache.block_bytes)
+        frames = frame.tensor[: len(host) * cache.block_bytes].view(-1, cache.block_bytes)
         self._device.h2d.copy(
             [frames[begin:end] for begin, end in context.loaded],
-            [blocks[first : first + end - begin] for begin, end in context.loaded for first in [host[begin]]],
+            [blocks[host[begin] : host[begin] + end - begin] for begin, end in context.loaded],
             str(key),
             reads=[f"kv[{cache.name}]@{self._parity ^ 1}"],
             writes=[frame.name],

@@ -62,12 +62,12 @@ class PipelineExecutor:
         self.ring = WeightRing(store, device)
         self._attention_path = attention_path
         self._num_layers = num_layers
-        self._remove_wait = remove_wait
-        known = set() if remove_wait is None else self._wait_names()
-        if remove_wait is not None and remove_wait not in known:
+        self._pages_per_layer = tuple(store.num_pages(layer) for layer in range(num_layers))
+        if remove_wait is not None and remove_wait not in (known := self._wait_names()):
             raise ValueError(
                 f"remove_wait: {remove_wait!r} is no wait of this model's schedules; they are {sorted(known)}"
             )
+        self._remove_wait = remove_wait
         self._events: dict[TaskKey, Event] = {}
         self._streams: dict[Resource, Stream] = {
             Resource.GPU: device.compute,
@@ -90,7 +90,7 @@ class PipelineExecutor:
         shape = SweepShape(
             num_layers=self._num_layers,
             num_micro_batches=num_micro_batches,
-            pages_per_layer=tuple(self.store.num_pages(layer) for layer in range(self._num_layers)),
+            pages_per_layer=self._pages_per_layer,
             lookahead=self.policy.lookahead,
             with_attention=with_attention,
         )

@@ -47,7 +47,6 @@ class RunReport:
         executor, counters = self._executor, self._executor.counters
         h2d, d2h, cpu = self._since("h2d"), self._since("d2h"), self._since("cpu")
         active_s = counters.active_s
-        pages_per_sweep = sum(executor.store.num_pages(layer) for layer in executor.store.layers)
 
         def share(busy_s: float) -> float:
             return min(1.0, busy_s / active_s) if active_s else 0.0
@@ -68,7 +67,7 @@ class RunReport:
             "tokens": counters.tokens,
             "pages_moved": executor.ring.pages_moved - self._ring_before[0],
             "bytes_paged": executor.ring.bytes_paged - self._ring_before[1],
-            "pages_per_sweep": pages_per_sweep,
+            "pages_per_sweep": executor.store.sweep_pages(),
             "pages_of_first_layer": executor.pages_of_first_layer(),
             "bytes_per_sweep": executor.store.sweep_bytes(),
             "link_busy": share(h2d.busy_s),

@@ -85,6 +85,10 @@ class PagedWeightStore:
         """Pages that a sweep moves for a decoder layer; 0 if it is dense or resident."""
         return len(self.layers[layer].pages) if layer in self.layers else 0
 
+    def sweep_pages(self) -> int:
+        """Pages that one sweep over all layers brings to the device."""
+        return sum(len(layer.pages) for layer in self.layers.values())
+
     def sweep_bytes(self) -> int:
         """Bytes that one sweep over all layers brings to the device."""
         return self.host_bytes
