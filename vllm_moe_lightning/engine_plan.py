@@ -1,0 +1,59 @@
+"""What the planner decided for one engine, as plain data that travels inside vLLM's configuration.
+
+Made once, in the front end (integration/planning); read by the scheduler and by every worker, so that all processes
+agree. Decides nothing itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+PLAN_KEY = "moe_lightning_plan"
+"""Key of `additional_config`. Written by us, not by users."""
+
+
+class PredictedFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Steady state of continuous batching with all slots taken, by the cost model."""
+
+    generated_tokens_per_s: float
+    """Whole job: generated tokens over the time of all sweeps, prefill included."""
+    total_tokens_per_s: float
+    """Prompt tokens counted too."""
+    sweep_s: float
+    bottleneck: str
+    """A resource's name: gpu, cpu, h2d, d2h, host_memory, disk."""
+    busy: dict[str, float]
+    """Resource -> share (0..1) of a sweep that it is busy."""
+
+
+class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    expected_prompt_tokens: float
+    expected_generation_tokens: float
+    max_num_seqs: int
+    """Sequences in flight: the batch N of the policy."""
+    max_num_batched_tokens: int
+    """Most tokens of a sweep, decode and prefill together; buffers are sized for it."""
+    prefill_tokens_per_sweep: int
+    """Prompt tokens that a sweep takes beside its decode tokens when all slots are taken."""
+    num_micro_batches: int
+    micro_batch_size: int
+    kv_bytes: int
+    """Host memory for keys and values, per rank."""
+    num_resident_layers: int
+    reasons: dict[str, str] = {}
+    """Name of a value above (or of a vLLM flag) -> why it is what it is: planned, given by the user, ..."""
+    predicted: PredictedFigures
+
+
+def plan_of(vllm_config: Any) -> EnginePlan | None:
+    """The plan inside a vLLM configuration; None where the user's options alone decide."""
+    additional = vllm_config.additional_config
+    raw = additional.get(PLAN_KEY) if isinstance(additional, dict) else None
+    return None if raw is None else msgspec.convert(raw, EnginePlan, strict=True)
+
+
+def store_plan(vllm_config: Any, plan: EnginePlan) -> None:
+    """Plain JSON values, since vLLM hashes `additional_config` as JSON."""
+    vllm_config.additional_config[PLAN_KEY] = msgspec.to_builtins(plan)
