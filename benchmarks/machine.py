@@ -11,26 +11,18 @@ from typing import Any
 
 import torch
 
-from vllm_moe_lightning.host_limits import total_memory_bytes
+from vllm_moe_lightning.host_limits import cpu_name, total_memory_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of the CPU's flags those that decide which attention kernels it can run.
 VECTOR_FLAGS = ("avx", "amx", "fma", "f16c", "asimd", "sve")
 
 
-def _cpuinfo(key: str) -> str:
-    """The first CPU's value; empty where /proc/cpuinfo has no such line."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.split(":")[0].strip() == key), "")
-
-
-def cpu_name() -> str:
-    return _cpuinfo("model name") or platform.processor()
-
-
 def vector_flags() -> list[str]:
-    flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
-    return sorted(flag for flag in flags if flag.startswith(VECTOR_FLAGS))
+    """Of the first CPU; ARM's kernel says Features."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line.partition(":")[2] for line in lines if line.startswith(("flags", "Features"))), "")
+    return sorted(flag for flag in flags.split() if flag.startswith(VECTOR_FLAGS))
 
 
 def commit() -> str:

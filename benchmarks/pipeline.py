@@ -27,10 +27,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.decoder_engine import DecoderEngine, Sequences, make_caches
-from benchmarks.machine import commit, cpu_name
+from benchmarks.machine import commit
 from benchmarks.torch_decoder import DecoderConfig, MoeDecoder
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device import EmulatedDevice
+from vllm_moe_lightning.host_limits import cpu_name
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
 from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
 from vllm_moe_lightning.pipeline.simulator import SimulatedSweep, simulate
