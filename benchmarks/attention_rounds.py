@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -44,7 +45,12 @@ class Rounds:
 
 
 def measure(
-    passes: Passes, num_rounds: int, *, settle_s: float = 0.0, has_run_up: bool = False, most_others_share: float = 1.0
+    passes: Passes,
+    num_rounds: int,
+    *,
+    settle_s: float = 0.0,
+    has_run_up: bool = False,
+    most_others_share: float = math.inf,
 ) -> Rounds:
     """In each round every pass once, a different one first; after a round that does not count.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -34,7 +35,7 @@ def most_others_share(setting: Setting, num_threads: int) -> float:
     """What other processes may take of the CPUs before a figure says more about them than about ours."""
     if setting.is_stolen:
         return 1 / len(os.sched_getaffinity(0)) + MOST_OTHERS_SHARE
-    return 1.0 if num_threads == 1 else MOST_OTHERS_SHARE  # one thread is judged by its CPU time
+    return math.inf if num_threads == 1 else MOST_OTHERS_SHARE  # one thread is judged by its CPU time
 
 
 def make_row(

@@ -49,6 +49,7 @@ from benchmarks.attention_rows import (
 from benchmarks.attention_shapes import Setting, full_settings, quick_settings
 from benchmarks.vllm_attention import VllmCaches
 from vllm_moe_lightning.host_limits import total_memory_bytes
+from vllm_moe_lightning.host_probes import torch_threads
 from vllm_moe_lightning.kernels.attention import AttentionPool
 
 QUICK_ROUNDS = 3
@@ -68,25 +69,23 @@ def vllm_arms(batch: Batch, has_quantised: bool) -> OtherArms:
     return VllmCaches(batch, has_quantised).arms
 
 
-def run_setting(setting: Setting, num_rounds: int, others: Callable[[Batch, bool], OtherArms] = vllm_arms) -> list[Row]:
+def run_setting(setting: Setting, num_rounds: int, others: Callable[[Batch, bool], OtherArms]) -> list[Row]:
     """A row for each number of threads."""
-    torch.set_num_threads(1)  # many small copies: threads would wait for each other's cores at each
-    batch = Batch(setting.shape)
-    other_arms = others(batch, setting.has_quantised)
-    context = None if setting.is_stolen else ContiguousContext(batch)
+    with torch_threads(1):  # many small copies: threads would wait for each other's cores at each
+        batch = Batch(setting.shape)
+        other_arms = others(batch, setting.has_quantised)
+        context = None if setting.is_stolen else ContiguousContext(batch)
     rows = []
     for num_threads in setting.thread_counts:
-        torch.set_num_threads(num_threads)
-        pool = AttentionPool(num_threads) if num_threads > 1 else None
-        arms = our_arms(batch, pool) | other_arms()
-        if context is not None:
-            arms["sdpa"] = context.sdpa_arm()
-        if setting.has_quantised:
-            arms |= our_quantised_arms()
-        errors = check_agreement(batch, arms)
-        rows.append(_measured_row(setting, num_threads, batch, pool, arms, errors, num_rounds))
-        if pool is not None:
-            pool.close()
+        with torch_threads(num_threads), AttentionPool(num_threads) as threads:
+            pool = threads if num_threads > 1 else None
+            arms = our_arms(batch, pool) | other_arms()
+            if context is not None:
+                arms["sdpa"] = context.sdpa_arm()
+            if setting.has_quantised:
+                arms |= our_quantised_arms()
+            errors = check_agreement(batch, arms)
+            rows.append(_measured_row(setting, num_threads, batch, pool, arms, errors, num_rounds))
     return rows
 
 
@@ -126,7 +125,7 @@ def run(settings: list[Setting], num_rounds: int, console: Console) -> dict[str,
         if CACHES_PER_BATCH * setting.shape.pass_bytes > total_memory_bytes() / 2:
             skipped.append(f"{setting.shape}: its caches would fill more than half of the memory")
         else:
-            rows += run_setting(setting, num_rounds)
+            rows += run_setting(setting, num_rounds, vllm_arms)
     return {"summary": summarise(rows), "machine": head, "rows": rows, "skipped": skipped}
 
 
