@@ -1,6 +1,7 @@
 // The whole C ABI of libmoe_lightning_cpu: plain C types only, no torch and no Python headers, loaded by ctypes.
-// Two nouns live behind it: streams (FIFO queues of copies and calls, each with a thread of its own) and
-// attention over the paged host KV cache. Every function may be called without the GIL.
+// Three nouns live behind it: streams (FIFO queues of copies and calls, each with a thread of its own), attention over
+// the paged host KV cache, and the read probe that attention is measured against. Every function may be called without
+// the GIL.
 #pragma once
 #include <stdint.h>
 
@@ -125,6 +126,19 @@ MOL_API int32_t mol_attention(const void* task);
 // kernel to be had (AUTO is refused then). And whether one is compiled in and runnable.
 MOL_API int32_t mol_best_isa(void);
 MOL_API int32_t mol_isa_available(int32_t isa);
+
+// ---------------------------------------------------------------- read probe
+// How a piece of memory is read: by one stream of addresses, or by streams that take turns, each in its own part.
+enum {
+  MOL_READ_SEQUENTIAL = 0,
+  MOL_READ_TWO_STREAMS = 1,
+  MOL_READ_TWO_STREAMS_PREFETCH = 2,  // 1 KB ahead
+  MOL_READ_FOUR_STREAMS_PREFETCH = 3,
+};
+// Reads each of num_bytes bytes once, in pieces that the pool's threads (NULL: the calling one) take from a queue. *sum
+// becomes the sum of the 64-bit words of data, a last partial word filled up with zeros. AUTO may be the scalar loop.
+MOL_API int32_t mol_read_probe(const void* data, int64_t num_bytes, int32_t pattern, int32_t isa, mol_pool* pool,
+                               uint64_t* sum);
 
 #ifdef __cplusplus
 }

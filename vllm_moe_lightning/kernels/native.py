@@ -24,6 +24,7 @@ REBUILD = "build it again: pip install --no-deps --force-reinstall . (editable: 
 TIMING_EAGER, TIMING_LAZY, TIMING_JITTER = 0, 1, 2
 FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3 = 0, 1, 2, 3, 4
 ISA_AUTO, ISA_SCALAR, ISA_AVX2, ISA_AVX512, ISA_AVX512BF16 = 0, 1, 2, 3, 4
+READ_SEQUENTIAL, READ_TWO_STREAMS, READ_TWO_STREAMS_PREFETCH, READ_FOUR_STREAMS_PREFETCH = 0, 1, 2, 3
 OK, ERROR_BAD_ARGUMENT, ERROR_UNSUPPORTED_ISA, ERROR_OUT_OF_MEMORY, ERROR_INJECTED = 0, 1, 2, 3, 99
 ERROR_NAMES = {
     ERROR_BAD_ARGUMENT: "bad argument",
@@ -117,6 +118,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mol_attention": (c_int32, [c_void_p]),
     "mol_best_isa": (c_int32, []),
     "mol_isa_available": (c_int32, [c_int32]),
+    "mol_read_probe": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_void_p, POINTER(c_uint64)]),
 }
 
 
