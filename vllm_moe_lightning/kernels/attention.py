@@ -145,15 +145,18 @@ class AttentionTask:
         self._kept_options = (sinks, pool, log_sum_exp)
         num_blocks, num_kv_heads, block_size, head_dim = check_cache(kv_cache)
         dtype = _dtype_of(kv_cache, query, key)
-        is_quantised = isinstance(kv_cache, QuantisedCache)
+        if isinstance(kv_cache, QuantisedCache):
+            cache_pointer, cache_code = kv_cache.blocks.data_ptr(), QUANTISED_CODES[kv_cache.kind]
+        else:
+            cache_pointer, cache_code = kv_cache.data_ptr(), DTYPE_CODES[dtype]
         argument = native.AttentionTask(
-            kv_cache=(kv_cache.blocks if is_quantised else kv_cache).data_ptr(),
+            kv_cache=cache_pointer,
             num_blocks=num_blocks,
             num_kv_heads=num_kv_heads,
             block_size=block_size,
             head_dim=head_dim,
             dtype=DTYPE_CODES[dtype],
-            cache_dtype=QUANTISED_CODES[kv_cache.kind] if is_quantised else DTYPE_CODES[dtype],
+            cache_dtype=cache_code,
             isa=ISA_BY_NAME[resolve_isa(isa)],
             num_heads=num_kv_heads,
             scale=head_dim**-0.5 if scale is None else scale,
