@@ -14,8 +14,9 @@ def test_nothing_given_means_the_defaults(raw: object) -> None:
     assert parse_options(raw) == MoeLightningConfig()
 
 
-def test_the_defaults_page_every_layer() -> None:
-    assert MoeLightningConfig().num_resident_layers == 0
+def test_the_policy_is_left_to_the_planner() -> None:
+    config = MoeLightningConfig()
+    assert (config.planner, config.num_resident_layers, config.num_micro_batches) == ("auto", None, None)
 
 
 def test_the_defaults_spelt_out_are_accepted() -> None:

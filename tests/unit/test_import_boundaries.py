@@ -19,6 +19,9 @@ PLANNING_ROOMS = {
     "checkpoint_layers.py",
     "config.py",
     "cost_model.py",
+    "engine_plan.py",
+    "engine_planning.py",
+    "engine_request.py",
     "errors.py",
     "hardware.py",
     "hardware_presets.py",
@@ -35,6 +38,7 @@ PLANNING_ROOMS = {
     "roofline.py",
     "roofline_plot.py",
     "rowwise.py",
+    "tensor_parallel.py",
     "workload.py",
 }
 PLANNING_FILES = {

@@ -39,6 +39,21 @@ LEDGER: tuple[TouchedName, ...] = (
         ("vllm_config",),
     ),
     TouchedName(
+        "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
+        "patch",
+        "notes which batch limits the user gave, before vLLM fills in its defaults, then calls the original; "
+        "and does nothing unless the plugin was asked for",
+        "vLLM's configuration says which of its values were given",
+        ("self",),
+    ),
+    TouchedName(
+        "vllm.config:SchedulerConfig.verify_max_model_len",
+        "use",
+        "vLLM's own check of the limits that the planner sets",
+        "never",
+        ("self", "max_model_len"),
+    ),
+    TouchedName(
         "vllm.forward_context:_forward_context",
         "patch",
         "each micro-batch runs under its own forward context; the context manager cannot be held across a switch",

@@ -9,14 +9,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_moe_lightning.checkpoint import check_checkpoint
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_options
+from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.compat import require_ledger
+from vllm_moe_lightning.integration.planning import plan
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 
@@ -29,35 +32,55 @@ def options_of(vllm_config: Any) -> MoeLightningConfig:
     return parse_options(additional.get(OPTIONS_KEY) if isinstance(additional, dict) else None)
 
 
+def options_in_force(vllm_config: Any) -> MoeLightningConfig:
+    """The options, with the planner's choices in place of what was left to it."""
+    options, planned = options_of(vllm_config), plan_of(vllm_config)
+    if planned is None:
+        return options
+    return replace(
+        options, num_micro_batches=planned.num_micro_batches, num_resident_layers=planned.num_resident_layers
+    )
+
+
 def configure(vllm_config: Any) -> None:
-    """Amend `vllm_config` in place: worker and scheduler class, eager mode."""
+    """Amend `vllm_config` in place: the planned limits, worker and scheduler class, eager mode."""
     require_ledger()
     options = options_of(vllm_config)
     _refuse_conflicts(vllm_config)
     _refuse_device(options)
     resolve_isa("auto")  # attention needs AVX2 or AVX-512, and the native library
     _check_checkpoint(vllm_config)
+    scheduler_cls = _scheduler_cls(vllm_config)
+    _refuse_other_classes(vllm_config, scheduler_cls)
 
-    parallel = vllm_config.parallel_config
-    if parallel.worker_cls not in ("auto", WORKER_CLS):
-        raise UnsupportedError(
-            f"--worker-cls {parallel.worker_cls} together with additional_config[{OPTIONS_KEY!r}]; "
-            f"use --worker-cls {WORKER_CLS}, or drop the options"
-        )
-    parallel.worker_cls = WORKER_CLS
+    # vLLM runs this again on every copy of the configuration: then there is a plan, and it stays.
+    if options.planner == "auto" and plan_of(vllm_config) is None:
+        plan(vllm_config, options)
 
-    asynchronous = bool(vllm_config.scheduler_config.async_scheduling) and not current_platform.is_cpu()
-    scheduler_cls = f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
-    given = vllm_config.scheduler_config.scheduler_cls
-    if given not in (None, scheduler_cls):
-        raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
+    vllm_config.parallel_config.worker_cls = WORKER_CLS
     vllm_config.scheduler_config.scheduler_cls = scheduler_cls
-
     if not vllm_config.model_config.enforce_eager:
         logger.info("moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)")
         vllm_config.model_config.enforce_eager = True
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+
+
+def _scheduler_cls(vllm_config: Any) -> str:
+    asynchronous = bool(vllm_config.scheduler_config.async_scheduling) and not current_platform.is_cpu()
+    return f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
+
+
+def _refuse_other_classes(vllm_config: Any, scheduler_cls: str) -> None:
+    worker_cls = vllm_config.parallel_config.worker_cls
+    if worker_cls not in ("auto", WORKER_CLS):
+        raise UnsupportedError(
+            f"--worker-cls {worker_cls} together with additional_config[{OPTIONS_KEY!r}]; "
+            f"use --worker-cls {WORKER_CLS}, or drop the options"
+        )
+    given = vllm_config.scheduler_config.scheduler_cls
+    if given not in (None, scheduler_cls):
+        raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
 
 
 def _check_checkpoint(vllm_config: Any) -> None:

@@ -11,7 +11,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
-from vllm_moe_lightning.integration.configure import options_of
+from vllm_moe_lightning.integration.configure import options_in_force
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
 from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
@@ -33,7 +33,7 @@ class MoELightningWorker(CPUWorker):
                 "the moe_lightning plugin was not loaded where the configuration was made (VLLM_PLUGINS leaves it out, "
                 "or the package is not installed there), so this set-up is incomplete"
             )
-        self._options = options_of(vllm_config)
+        self._options = options_in_force(vllm_config)
         register_host_attention()
         register_paged_experts()
         apply_dbrx_names()

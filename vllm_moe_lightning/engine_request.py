@@ -1,0 +1,99 @@
+"""What an engine is asked to be, before any weight is read: model, machine, options and vLLM's limits, as plain data.
+
+Decides what lengths are planned for where nobody says, and what the options of the emulated device make of a profile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace as replace_struct
+
+from vllm_moe_lightning.config import MoeLightningConfig
+from vllm_moe_lightning.hardware import EMULATED_GPU_NAME, MIB, HardwareProfile
+from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.workload import KvBlocks, Workload
+
+DEFAULT_PROMPT_TOKENS = 512
+DEFAULT_GENERATION_TOKENS = 128
+GENERATION_SHARE = 5  # a fifth of a short max_model_len
+
+
+@dataclass(frozen=True)
+class GivenLimits:
+    """Limits of vLLM that the user has set; None: they are the planner's to choose."""
+
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_bytes: int | None = None
+    """Of each rank."""
+    kv_flag: str = ""
+    """What gave kv_bytes, as the user knows it."""
+    max_model_len: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """Sizes are the whole model's and the whole machine's."""
+
+    spec: MoeModelSpec
+    profile: HardwareProfile
+    options: MoeLightningConfig
+    max_model_len: int
+    block_size: int
+    given: GivenLimits = GivenLimits()
+    num_ranks: int = 1
+    enable_chunked_prefill: bool = True
+
+
+def workload_of(request: EngineRequest) -> tuple[Workload, dict[str, str]]:
+    """(what is planned for, the reasons for its lengths). Raises ValueError for lengths over max_model_len."""
+    options, longest = request.options, request.max_model_len
+    prompt, generation = options.expected_prompt_tokens, options.expected_generation_tokens
+    if (prompt or 1) + (generation or 1) > longest:
+        raise ValueError(
+            f"moe_lightning: expected_prompt_tokens {prompt or 1:g} and expected_generation_tokens {generation or 1} "
+            f"are {(prompt or 1) + (generation or 1):g} tokens, max_model_len is {longest}; expect less, or raise "
+            f"--max-model-len"
+        )
+    reasons = {
+        "expected_prompt_tokens": "given" if prompt else "default; give your mean prompt length",
+        "expected_generation_tokens": "given" if generation else "default; give your mean answer length",
+    }
+    if generation is None:
+        left = longest - (prompt or 0)
+        share = int(left) if prompt else longest // GENERATION_SHARE
+        generation = max(1, min(DEFAULT_GENERATION_TOKENS, share))
+    if prompt is None:
+        prompt = max(1, min(DEFAULT_PROMPT_TOKENS, longest - generation))
+    return Workload(prompt_len=float(prompt), gen_len=generation), reasons
+
+
+def kv_blocks_of(request: EngineRequest, block_bytes: float, longest: int) -> KvBlocks:
+    """One sequence of `longest` tokens must always fit, beside the block that vLLM holds back."""
+    fixed = request.given.kv_bytes
+    return KvBlocks(
+        tokens_per_block=request.block_size,
+        unused_blocks=1,
+        least_usable_blocks=-(-longest // request.block_size),
+        fixed_blocks=None if fixed is None else int(fixed // block_bytes),
+    )
+
+
+def machine_under_options(profile: HardwareProfile, options: MoeLightningConfig) -> HardwareProfile:
+    """A rank's machine with the emulated device's memory and link as they are set."""
+    gpu, cpu, link, reached = profile.gpu, profile.cpu, profile.link, profile.efficiencies
+    is_emulated = gpu.name == EMULATED_GPU_NAME
+    if options.device_memory_mib is not None:
+        device_bytes = int(options.device_memory_mib * MIB)
+        if is_emulated:
+            cpu = replace_struct(cpu, memory_bytes=cpu.memory_bytes + gpu.memory_bytes - device_bytes)
+        gpu = replace_struct(gpu, memory_bytes=device_bytes)
+        reached = replace_struct(reached, gpu_memory=1.0)  # a budget, of which nothing goes to a driver
+    speeds = {"h2d_bytes_per_s": options.h2d_gb_per_s, "d2h_bytes_per_s": options.d2h_gb_per_s}
+    for name, gb_per_s in speeds.items():
+        if gb_per_s is not None:
+            # Pacing waits: it makes no copy faster than memcpy.
+            limit = getattr(link, name) if is_emulated else gb_per_s * 1e9
+            link = replace_struct(link, **{name: min(gb_per_s * 1e9, limit)})
+    return replace_struct(profile, gpu=gpu, cpu=cpu, link=link, efficiencies=reached)
