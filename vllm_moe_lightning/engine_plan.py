@@ -52,6 +52,8 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Routed experts of one MoE layer, per rank, as planned with; the worker compares what it has loaded."""
     other_weight_bytes: int = 0
     """All other weights, per rank."""
+    hardware: str = ""
+    """Name of the machine that was planned for."""
     reasons: dict[str, str] = {}
     """Name of a value above (or of a vLLM flag) -> why it is what it is: planned, given by the user, ..."""
     predicted: PredictedFigures
@@ -68,3 +70,20 @@ def store_plan(vllm_config: Any, plan: EnginePlan) -> None:
     """Plain JSON values, since vLLM hashes `additional_config` as JSON. In a dict of its own: the given one may be
     the user's, for the next engine too."""
     vllm_config.additional_config = {**vllm_config.additional_config, PLAN_KEY: msgspec.to_builtins(plan)}
+
+
+LARGEST_DIFFERENCE = 0.05
+
+
+def weight_differences(plan: EnginePlan, expert_layer_bytes: int, other_weight_bytes: int) -> list[str]:
+    """Sentences for weights that, once loaded, are not what was planned with. A plan that leaves them out has none."""
+    compared = {
+        "a layer's experts": (plan.expert_layer_bytes, expert_layer_bytes),
+        "weights other than experts": (plan.other_weight_bytes, other_weight_bytes),
+    }
+    return [
+        f"{what} take {found} bytes per rank and were planned with {planned} ({found / planned - 1.0:+.1%}), so the "
+        f"plan's times and memory are off by as much"
+        for what, (planned, found) in compared.items()
+        if planned and abs(found - planned) > LARGEST_DIFFERENCE * planned
+    ]

@@ -20,12 +20,14 @@ from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.grid import PlanLimits
 from vllm_moe_lightning.policy.policy import page_bytes_for
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
+from vllm_moe_lightning.stock_vllm import StockRuns, stock_runs
 from vllm_moe_lightning.tensor_parallel import machine_of_rank, model_of_rank
 from vllm_moe_lightning.workload import SweepLoad, Workload
 
-WORTH_A_LARGER_BATCH = 0.01
+WORTH_A_LARGER_BATCH = 0.02
 """A batch is not made larger for less: slots that a workload may never fill, and KV that another process could use."""
 MAX_ROUNDS = 4
+NOT_IN_HOST_MEMORY = "one sequence of that length does not fit host memory"
 
 GIVEN, PLANNED = "given", "planned"
 
@@ -41,25 +43,22 @@ class PlannedEngine:
     workload: Workload
 
 
-def plan_engine(request: EngineRequest) -> PlannedEngine:
-    """Raises PolicyInfeasibleError or ValueError with need, have and cure, UnsupportedError for what ranks cannot
-    share."""
-    spec = model_of_rank(request.spec, request.num_ranks)
-    machine = machine_under_options(machine_of_rank(request.profile, request.num_ranks), request.options)
-    # Pages of the engine come from host memory only.
-    machine = replace_struct(machine, disk=None)
-    return _Planning(request, spec, machine).run()
+class EnginePlanning:
+    """One engine's planning, of one rank; collects reasons on its way.
 
+    Raises PolicyInfeasibleError or ValueError with need, have and cure, UnsupportedError for what ranks cannot share.
+    """
 
-class _Planning:
-    """One engine's planning; collects reasons on its way."""
-
-    def __init__(self, request: EngineRequest, spec: MoeModelSpec, machine: HardwareProfile) -> None:
-        self.request, self.spec, self.machine = request, spec, machine
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.spec = spec = model_of_rank(request.spec, request.num_ranks)
+        machine = machine_under_options(machine_of_rank(request.profile, request.num_ranks), request.options)
+        self.machine = replace_struct(machine, disk=None)  # the engine's pages come from host memory only
         workload, self.reasons = workload_of(request)
         self.block_bytes = request.block_size * spec.kv_bytes_per_token
         self.max_model_len = self._longest_that_the_cache_holds(workload)
         self.workload = replace(workload, kv=kv_blocks_of(request, self.block_bytes, self.max_model_len))
+        self.limits = self._limits()
 
     def _longest_that_the_cache_holds(self, workload: Workload) -> int:
         """max_model_len, lowered to a given cache's size if the user did not give it."""
@@ -88,20 +87,42 @@ class _Planning:
 
     # ------------------------------------------------ the search
 
-    def run(self) -> PlannedEngine:
-        policy = self._least_batch(self._search_for(self.machine, self._limits()))
+    def stock_runs(self) -> StockRuns:
+        return stock_runs(self.spec, self.machine, self.workload, self.limits)
+
+    def plan(self) -> PlannedEngine:
+        try:
+            return self._planned()
+        except PolicyInfeasibleError:
+            if not self._may_lower_max_model_len():
+                raise
+        work = self.workload
+        shortest = int(work.kv.blocks_of(work.final_context))
+        self.workload = replace(work, kv=replace(work.kv, least_usable_blocks=shortest))
+        planned = self._planned()
+        longest = (planned.plan.num_kv_blocks - work.kv.unused_blocks) * self.request.block_size
+        reasons = {**planned.plan.reasons, "max_model_len": f"lowered from {self.max_model_len}: {NOT_IN_HOST_MEMORY}"}
+        return replace(planned, plan=replace_struct(planned.plan, max_model_len=longest, reasons=reasons))
+
+    def _may_lower_max_model_len(self) -> bool:
+        """Only the model's own, and only where one sequence of it is more than the expected ones."""
+        work, given = self.workload, self.request.given
+        is_long = work.kv.least_usable_blocks > work.kv.blocks_of(work.final_context)
+        return is_long and given.max_model_len is None and given.kv_bytes is None
+
+    def _planned(self) -> PlannedEngine:
         machine = self.machine
         for _ in range(MAX_ROUNDS):
+            policy = self._least_batch(machine)
             tokens = self._max_num_batched_tokens(policy)
-            gpu, host = self._needs(policy, machine, tokens)
+            gpu, host = self._needs(policy, self.machine, tokens)
             if gpu.fits and host.fits:
                 return self._finished(policy, tokens)
             # Buffers for given token limits come on top of the steady state that the search knows.
             machine = _smaller(machine, gpu, host)
-            policy = self._least_batch(self._search_for(machine, self._limits()))
         raise PolicyInfeasibleError(
-            f"moe_lightning: buffers for --max-num-batched-tokens {self.request.given.max_num_batched_tokens} fit no "
-            f"plan; lower it\n{_need_and_have(gpu, host)}"
+            f"moe_lightning: buffers for sweeps of {tokens} tokens fit no plan; lower --max-num-batched-tokens or "
+            f"--max-num-seqs\n{_need_and_have(gpu, host)}"
         )
 
     def _limits(self) -> PlanLimits:
@@ -146,9 +167,9 @@ class _Planning:
             self.reasons["in_flight"] = f"{bounds[least]} by {least}"
         return max(1, bounds[least])
 
-    def _search_for(self, machine: HardwareProfile, limits: PlanLimits) -> PlannedPolicy:
+    def _fastest(self, machine: HardwareProfile) -> PlannedPolicy:
         try:
-            return find_policy(self.spec, machine, self.workload, limits)
+            return find_policy(self.spec, machine, self.workload, self.limits)
         except PolicyInfeasibleError as error:
             raise PolicyInfeasibleError(f"moe_lightning: {error}{self._what_was_given()}") from error
 
@@ -166,16 +187,16 @@ class _Planning:
         fixed = [f"{name} {value:g}" for name, value in values.items() if value is not None]
         return f"\nfixed by you: {', '.join(fixed)}; drop one, and the planner chooses it" if fixed else ""
 
-    def _least_batch(self, best: PlannedPolicy) -> PlannedPolicy:
-        """The smallest batch that is about as fast as the best."""
-        limits = self._limits()
+    def _least_batch(self, machine: HardwareProfile) -> PlannedPolicy:
+        """The smallest batch that is about as fast as the fastest."""
+        best, limits = self._fastest(machine), self.limits
         if limits.fill_max_num_seqs:
             return best
         enough = best.tokens_per_s * (1.0 - WORTH_A_LARGER_BATCH)
         low, high = (limits.num_micro_batches or 1) - 1, best.policy.batch_size
         while high - low > max(1, high // 64):
             middle = (low + high) // 2
-            planned = find_policy(self.spec, self.machine, self.workload, replace(limits, max_num_seqs=middle))
+            planned = find_policy(self.spec, machine, self.workload, replace(limits, max_num_seqs=middle))
             if planned.tokens_per_s >= enough:
                 best, high = planned, planned.policy.batch_size
             else:
@@ -186,7 +207,7 @@ class _Planning:
 
     def _prefill_tokens(self, policy: PlannedPolicy) -> int:
         """Of a sweep in the steady state."""
-        steady = policy.policy.batch_size * self.workload.prompt_len / self.workload.gen_len
+        steady = self._in_flight(policy) * self.workload.prompt_len / self.workload.gen_len
         return self.request.options.prefill_tokens_per_sweep or max(1, math.ceil(steady))
 
     def _max_num_batched_tokens(self, policy: PlannedPolicy) -> int:
@@ -211,16 +232,23 @@ class _Planning:
         work, choice = self.workload, policy.policy
         seqs = min(tokens, choice.batch_size)
         peak = SweepLoad(seqs, work.mean_decode_context, (tokens - seqs) / work.prompt_len, work.prompt_len)
-        return (
-            gpu_memory(self.spec, machine, work, choice, peak),
-            host_memory(self.spec, machine, work, choice, peak),
-        )
+        host = host_memory(self.spec, machine, work, choice, peak)
+        more_blocks = self._num_blocks(policy) - work.kv.num_blocks(choice.batch_size, work.final_context)
+        items = {**host.items, "KV cache of what micro-batches do not divide": more_blocks * self.block_bytes}
+        return gpu_memory(self.spec, machine, work, choice, peak), replace(host, items=items)
+
+    def _in_flight(self, policy: PlannedPolicy) -> int:
+        """A batch that was given need not be a multiple of the micro-batches."""
+        return (self.limits.max_num_seqs if self.limits.fill_max_num_seqs else None) or policy.policy.batch_size
+
+    def _num_blocks(self, policy: PlannedPolicy) -> int:
+        return math.ceil(self.workload.kv.num_blocks(self._in_flight(policy), self.workload.final_context))
 
     def _finished(self, policy: PlannedPolicy, max_num_batched_tokens: int) -> PlannedEngine:
         request, work, choice = self.request, self.workload, policy.policy
         given, options = request.given, request.options
         num_seqs = given.max_num_seqs or choice.batch_size
-        blocks = math.ceil(work.kv.num_blocks(num_seqs, work.final_context))
+        blocks = self._num_blocks(policy)
         sweep = policy.cost.decode
         page_bytes = page_bytes_for(
             replace_struct(options, num_micro_batches=choice.num_micro_batches), int(self.spec.expert_layer_bytes)
@@ -252,6 +280,7 @@ class _Planning:
             page_bytes=page_bytes,
             expert_layer_bytes=int(self.spec.expert_layer_bytes),
             other_weight_bytes=int(self.spec.always_resident_bytes),
+            hardware=self.machine.name,
             reasons=reasons,
             predicted=PredictedFigures(
                 generated_tokens_per_s=rate,

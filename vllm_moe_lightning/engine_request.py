@@ -97,3 +97,16 @@ def machine_under_options(profile: HardwareProfile, options: MoeLightningConfig)
             limit = getattr(link, name) if is_emulated else gb_per_s * 1e9
             link = replace_struct(link, **{name: min(gb_per_s * 1e9, limit)})
     return replace_struct(profile, gpu=gpu, cpu=cpu, link=link, efficiencies=reached)
+
+
+def machine_as_it_is_used(profile: HardwareProfile, available_bytes: int) -> HardwareProfile:
+    """Host memory less what other processes hold of it now, as far as that is more than is left to them anyway."""
+    cpu = profile.cpu
+    on_device = profile.gpu.memory_bytes if profile.gpu.name == EMULATED_GPU_NAME else 0
+    total = profile.host_memory_bytes + on_device
+    left_to_others = total * (1.0 - profile.efficiencies.host_memory)
+    missing = total - available_bytes - left_to_others
+    if missing <= 0:
+        return profile
+    usable = profile.host_memory_bytes - missing / profile.efficiencies.host_memory
+    return replace_struct(profile, cpu=replace_struct(cpu, memory_bytes=max(MIB, int(usable))))

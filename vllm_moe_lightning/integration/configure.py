@@ -54,8 +54,8 @@ def configure(vllm_config: Any) -> None:
     _refuse_other_classes(vllm_config, scheduler_cls)
 
     # vLLM runs this again on every copy of the configuration: then there is a plan, and it stays.
-    if options.planner == "auto" and plan_of(vllm_config) is None:
-        plan(vllm_config, options)
+    if options.planner == "auto" and plan_of(vllm_config) is None and not plan(vllm_config, options):
+        return
 
     vllm_config.parallel_config.worker_cls = WORKER_CLS
     vllm_config.scheduler_config.scheduler_cls = scheduler_cls

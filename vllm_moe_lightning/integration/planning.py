@@ -12,22 +12,39 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_moe_lightning.config import MoeLightningConfig
+from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig
 from vllm_moe_lightning.engine_plan import store_plan
-from vllm_moe_lightning.engine_planning import PlannedEngine, plan_engine
-from vllm_moe_lightning.engine_request import EngineRequest
-from vllm_moe_lightning.errors import UnsupportedError
-from vllm_moe_lightning.hardware import HardwareProfile, read_profile
+from vllm_moe_lightning.engine_planning import EnginePlanning, PlannedEngine
+from vllm_moe_lightning.engine_request import EngineRequest, machine_as_it_is_used
+from vllm_moe_lightning.errors import PolicyInfeasibleError, UnsupportedError
+from vllm_moe_lightning.hardware import GIB, HardwareProfile, read_profile
 from vllm_moe_lightning.hardware_presets import GPU_PRESETS, preset_profile
+from vllm_moe_lightning.host_limits import available_memory_bytes
 from vllm_moe_lightning.integration.given_limits import given_limits
+from vllm_moe_lightning.integration.register import STEPPED_ASIDE_KEY
 from vllm_moe_lightning.model_config import spec_from_config
 from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.plan_table import plan_table
 from vllm_moe_lightning.profile_cache import cache_folder, fingerprint, load_cached
+from vllm_moe_lightning.stock_vllm import StockRun
 from vllm_moe_lightning.tensor_parallel import model_of_rank
 
 logger = init_logger("vllm.vllm_moe_lightning.planning")
 
 BLOCK_SIZE = 128  # tokens: what vLLM's CPU platform takes too; long runs of K and V for the attention kernel
+
+
+# A model that fits is paged only if that is predicted to be so much faster: compiled graphs, which stock vLLM has and
+# we do not, are in no cost model.
+WORTH_PAGING = 1.5
+
+DESCRIBE_ONLY = frozenset(
+    {
+        "planner", "hardware", "expected_prompt_tokens", "expected_generation_tokens",
+        "device", "device_memory_mib", "h2d_gb_per_s", "d2h_gb_per_s",
+    }
+)  # fmt: skip
+"""Options that say what there is and what is wanted; any other fixes a part of the policy."""
 
 
 def request_of(vllm_config: Any, options: MoeLightningConfig) -> EngineRequest:
@@ -91,7 +108,13 @@ def this_machine() -> HardwareProfile:
         logger.info("moe_lightning: measured in %.1f s", time.monotonic() - started_s)
     for warning in [*warnings, *cached.warnings]:
         logger.warning("moe_lightning: %s", warning)
-    return cached.profile
+    now = machine_as_it_is_used(cached.profile, available_memory_bytes())
+    if now != cached.profile:
+        logger.warning(
+            "moe_lightning: other processes hold %.2f GiB of host memory that is otherwise planned with",
+            (cached.profile.cpu.memory_bytes - now.cpu.memory_bytes) / GIB,
+        )
+    return now
 
 
 def write_plan(vllm_config: Any, planned: PlannedEngine) -> None:
@@ -108,10 +131,62 @@ def write_plan(vllm_config: Any, planned: PlannedEngine) -> None:
     store_plan(vllm_config, plan)
 
 
-def plan(vllm_config: Any, options: MoeLightningConfig) -> PlannedEngine:
+def plan(vllm_config: Any, options: MoeLightningConfig) -> bool:
+    """Plan, and write the plan down. False: stock vLLM is to run, and the configuration says so."""
     started_s = time.monotonic()
-    request = request_of(vllm_config, options)
-    planned = plan_engine(request)
+    planning = EnginePlanning(request_of(vllm_config, options))
+    stock = planning.stock_runs()
+    on_device = None if _fixed_by_user(vllm_config) else stock.on_device
+    try:
+        planned = planning.plan()
+    except PolicyInfeasibleError:
+        if on_device is None:
+            raise
+        planned = None
+    paged_tokens_per_s = 0.0 if planned is None else planned.policy.tokens_per_s
+    if on_device is not None and paged_tokens_per_s < on_device.tokens_per_s * WORTH_PAGING:
+        _step_aside(vllm_config, planning, on_device, paged_tokens_per_s)
+        return False
+    assert planned is not None, "nothing fits, and that was not raised"
     write_plan(vllm_config, planned)
-    logger.info("moe_lightning: planned in %.1f s: %s", time.monotonic() - started_s, planned.plan)
-    return planned
+    logger.info("moe_lightning: %s", plan_table(planned.plan, planning.spec.name, planning.request.num_ranks))
+    logger.info(
+        "moe_lightning: planned in %.1f s, of %d choices", time.monotonic() - started_s, planned.policy.num_choices
+    )
+    for warning in planned.policy.warnings:
+        logger.warning("moe_lightning: %s", warning)
+    if stock.offload is not None and stock.offload.tokens_per_s > paged_tokens_per_s:
+        logger.warning(
+            "moe_lightning: stock vLLM with %d of %d layers offloaded and %d sequences is predicted to be faster: %.1f "
+            "against %.1f tokens/s; see --offload-group-size, or allow a larger batch",
+            planning.spec.num_moe_layers - stock.offload.num_resident_layers,
+            planning.spec.num_moe_layers,
+            stock.offload.num_seqs,
+            stock.offload.tokens_per_s,
+            paged_tokens_per_s,
+        )
+    return True
+
+
+def _fixed_by_user(vllm_config: Any) -> bool:
+    """Whether the user asks for paging in particular, and not only for what is fastest."""
+    options = vllm_config.additional_config.get(OPTIONS_KEY) or {}
+    return vllm_config.scheduler_config.scheduler_cls is not None or bool(set(options) - DESCRIBE_ONLY)
+
+
+def _step_aside(vllm_config: Any, planning: EnginePlanning, stock: StockRun, paged_tokens_per_s: float) -> None:
+    gpu, budget_gib = planning.machine.gpu.name, planning.machine.gpu_memory_budget_bytes / GIB
+    reason = (
+        f"the weights of {planning.spec.name} ({stock.weight_bytes / GIB:.2f} GiB) and the KV cache of "
+        f"{stock.num_seqs} sequences ({stock.kv_bytes / GIB:.2f} GiB) fit the {budget_gib:.2f} GiB of {gpu}"
+    )
+    logger.info(
+        "moe_lightning: %s, so this engine runs stock vLLM and pages nothing (predicted %.1f tokens/s against %.1f; "
+        "set moe_lightning.num_resident_layers to page all the same)",
+        reason,
+        stock.tokens_per_s,
+        paged_tokens_per_s,
+    )
+    vllm_config.parallel_config.worker_cls = "auto"
+    vllm_config.scheduler_config.scheduler_cls = None
+    vllm_config.additional_config = {**vllm_config.additional_config, STEPPED_ASIDE_KEY: reason}

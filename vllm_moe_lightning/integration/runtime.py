@@ -14,6 +14,7 @@ from vllm.logger import init_logger
 from vllm_moe_lightning.config import MoeLightningConfig, parse_options
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.device.emulated import EmulatedDevice
+from vllm_moe_lightning.engine_plan import plan_of, weight_differences
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.forward import PipelinedForward
@@ -118,7 +119,11 @@ class Runtime:
     def attach(self, model: torch.nn.Module) -> None:
         """Count what stays on the device, size the staging buffers, and put ourselves in place of `model.forward`."""
         paged = {id(p) for layer in self._experts for p in layer.parameters.values()}
-        self.device.reserve(sum(p.nbytes for p in model.parameters() if id(p) not in paged), "other weights")
+        other_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in paged)
+        self.device.reserve(other_bytes, "other weights")
+        if (plan := plan_of(self._vllm_config)) is not None:
+            for difference in weight_differences(plan, max(layer.num_bytes for layer in self._experts), other_bytes):
+                logger.warning("moe_lightning: %s", difference)
         for layer in self._attention_layers:
             layer.use_direct_call = True
         element_bytes = self._vllm_config.model_config.dtype.itemsize
