@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig
 from vllm_moe_lightning.engine_plan import store_plan
@@ -81,7 +82,7 @@ def model_spec_of(model_config: Any) -> MoeModelSpec:
 def profile_of(hardware: str | None, num_ranks: int) -> HardwareProfile:
     """A preset, a profile from a file, or this machine. Raises ValueError for a name that is neither."""
     if hardware is None:
-        return this_machine()
+        return this_machine(num_ranks)
     if hardware in GPU_PRESETS:
         return preset_profile(hardware, num_gpus=num_ranks)
     if Path(hardware).is_file():
@@ -92,7 +93,8 @@ def profile_of(hardware: str | None, num_ranks: int) -> HardwareProfile:
     )
 
 
-def this_machine() -> HardwareProfile:
+def this_machine(num_ranks: int) -> HardwareProfile:
+    """As it is now: what other processes hold of its memory is not planned with."""
     cached, warnings = load_cached(cache_folder(), fingerprint(), quick=True)
     if cached is None:
         from vllm_moe_lightning.profiling import machine_profile  # torch, and the kernels
@@ -108,10 +110,13 @@ def this_machine() -> HardwareProfile:
         logger.info("moe_lightning: measured in %.1f s", time.monotonic() - started_s)
     for warning in [*warnings, *cached.warnings]:
         logger.warning("moe_lightning: %s", warning)
-    now = machine_as_it_is_used(cached.profile, available_memory_bytes())
+    # vLLM's CPU build binds each rank to the memory of one node.
+    num_nodes = num_ranks if current_platform.is_cpu() else None
+    now = machine_as_it_is_used(cached.profile, available_memory_bytes(num_nodes))
     if now != cached.profile:
         logger.warning(
-            "moe_lightning: other processes hold %.2f GiB of host memory that is otherwise planned with",
+            "moe_lightning: %.2f GiB of host memory are left out of the plan: other processes hold them, or they are "
+            "on another NUMA node",
             (cached.profile.cpu.memory_bytes - now.cpu.memory_bytes) / GIB,
         )
     return now
@@ -187,6 +192,10 @@ def _step_aside(vllm_config: Any, planning: EnginePlanning, stock: StockRun, pag
         stock.tokens_per_s,
         paged_tokens_per_s,
     )
+    cache = vllm_config.cache_config
+    if current_platform.is_cpu() and planning.request.given.kv_bytes is None:
+        # By itself the CPU build takes nearly all of the host's memory, or does not start.
+        cache.kv_cache_memory_bytes = int(stock.kv_bytes)
     vllm_config.parallel_config.worker_cls = "auto"
     vllm_config.scheduler_config.scheduler_cls = None
     vllm_config.additional_config = {**vllm_config.additional_config, STEPPED_ASIDE_KEY: reason}

@@ -75,6 +75,7 @@ class Runtime:
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
         default_threads = len(cpus) if is_launcher_apart else max(1, len(cpus) - 1)
         self._pool = AttentionPool(options.attention_threads or default_threads, cpus)
+        self._decoder_layers: list[torch.nn.Module] = []
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
         self.executor: PipelineExecutor | None = None
@@ -82,6 +83,7 @@ class Runtime:
 
     def take_over(self, decoder_layers: list[torch.nn.Module]) -> None:
         """Move the experts of all streamed layers into host pages."""
+        self._decoder_layers = decoder_layers
         self._experts = expert_layers(decoder_layers)
         if not self._experts:
             raise UnsupportedError("this model has no experts to page; run it without --worker-cls")
@@ -116,10 +118,16 @@ class Runtime:
         assert self.executor is not None, "the experts were not taken over: vLLM did not call the offloader"
         return self.executor
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Count what stays on the device, size the staging buffers, and put ourselves in place of `model.forward`."""
+    def attach(self, model: torch.nn.Module, other_bytes_in_layers: int) -> None:
+        """Count what stays on the device, size the staging buffers, and put ourselves in place of `model.forward`.
+
+        other_bytes_in_layers: of the decoder layers, everything but the experts.
+        """
         paged = {id(p) for layer in self._experts for p in layer.parameters.values()}
-        other_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in paged)
+        of_experts = [p for layer in self._decoder_layers for m in paged_modules(layer) for p in m.parameters()]
+        in_layers = {id(p) for layer in self._decoder_layers for p in layer.parameters()}
+        other_bytes = other_bytes_in_layers + sum(p.nbytes for p in of_experts if id(p) not in paged)
+        other_bytes += sum(p.nbytes for p in model.parameters() if id(p) not in in_layers)
         self.device.reserve(other_bytes, "other weights")
         if (plan := plan_of(self._vllm_config)) is not None:
             for difference in weight_differences(plan, max(layer.num_bytes for layer in self._experts), other_bytes):

@@ -50,7 +50,7 @@ class MoELightningWorker(CPUWorker):
             super().load_model(*args, **kwargs)
             self._offloader.post_init()
         set_offloader(None)  # the global would keep the host pages alive after this engine's end
-        self._runtime.attach(self.model_runner.get_model())
+        self._runtime.attach(self.model_runner.get_model(), self._offloader.other_bytes_in_layers)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
