@@ -136,6 +136,13 @@ LEDGER: tuple[TouchedName, ...] = (
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.init_device", "patch", "overridden in our worker", "never"),
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config", "patch", "as above", "never"),
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.shutdown", "patch", "as above", "never"),
+    TouchedName(
+        "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens",
+        "patch",
+        "overridden in our worker: the generators of seeded requests are put aside while their prompt is partial "
+        "(integration/partial_prompts.py; `discard_request_mask` and `input_batch.generators` of the V1 runner)",
+        "vLLM's V1 runner no longer calls `get_offset` on CPU generators",
+    ),
     TouchedName("vllm.v1.core.sched.scheduler:Scheduler", "subclass", "our scheduler", "never"),
     TouchedName("vllm.v1.core.sched.async_scheduler:AsyncScheduler", "subclass", "our scheduler", "never"),
     TouchedName("vllm.v1.worker.worker_base:WorkerBase.load_model", "patch", "overridden in our worker", "never"),

@@ -81,9 +81,14 @@ def expert_layers(decoder_layers: list[torch.nn.Module]) -> list[ExpertLayer]:
     return layers
 
 
+def expert_parameters(decoder_layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Of all sizes, the small ones that stay included."""
+    modules = (module for module in decoder_layer.modules() if isinstance(module, RoutedExperts))
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
 def _other_bytes(decoder_layer: torch.nn.Module) -> int:
-    experts = (m for m in decoder_layer.modules() if isinstance(m, RoutedExperts))
-    of_experts = {id(p) for module in experts for p in module.parameters()}
+    of_experts = {id(p) for p in expert_parameters(decoder_layer)}
     return sum(p.nbytes for p in decoder_layer.parameters() if id(p) not in of_experts)
 
 

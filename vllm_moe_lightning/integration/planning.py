@@ -100,7 +100,7 @@ def this_machine(num_ranks: int) -> HardwareProfile:
         from vllm_moe_lightning.profiling import machine_profile  # torch, and the kernels
 
         logger.info(
-            "moe_lightning: measuring this machine for the planner, some ten seconds, once; kept in %s "
+            "moe_lightning: measuring this machine for the planner, once, in a few seconds; kept in %s "
             "(`vllm-moe-lightning profile` measures longer and better)",
             cache_folder(),
         )

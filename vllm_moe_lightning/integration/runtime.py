@@ -18,7 +18,7 @@ from vllm_moe_lightning.engine_plan import plan_of, weight_differences
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.forward import PipelinedForward
-from vllm_moe_lightning.integration.offloader import expert_layers, paged_modules
+from vllm_moe_lightning.integration.offloader import expert_layers, expert_parameters, paged_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
@@ -124,7 +124,7 @@ class Runtime:
         other_bytes_in_layers: of the decoder layers, everything but the experts.
         """
         paged = {id(p) for layer in self._experts for p in layer.parameters.values()}
-        of_experts = [p for layer in self._decoder_layers for m in paged_modules(layer) for p in m.parameters()]
+        of_experts = [p for layer in self._decoder_layers for p in expert_parameters(layer)]
         in_layers = {id(p) for layer in self._decoder_layers for p in layer.parameters()}
         other_bytes = other_bytes_in_layers + sum(p.nbytes for p in of_experts if id(p) not in paged)
         other_bytes += sum(p.nbytes for p in model.parameters() if id(p) not in in_layers)

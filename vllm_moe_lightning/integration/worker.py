@@ -16,6 +16,7 @@ from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
 from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
 from vllm_moe_lightning.integration.offloader import PagingOffloader
+from vllm_moe_lightning.integration.partial_prompts import partial_prompts_draw_nothing
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
 
@@ -55,6 +56,10 @@ class MoELightningWorker(CPUWorker):
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         self._runtime.poison_kv_caches()
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        with partial_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(*args, **kwargs)
 
     def shutdown(self) -> None:
         super().shutdown()
