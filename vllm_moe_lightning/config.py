@@ -76,6 +76,15 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     debug: DebugOptions = msgspec.field(default_factory=DebugOptions)
 
 
+PLANNER_ONLY = (
+    "hardware",
+    "expected_prompt_tokens",
+    "expected_generation_tokens",
+    "prefill_tokens_per_sweep",
+    "kv_cache_gib",
+)
+
+
 def parse_options(raw: object) -> MoeLightningConfig:
     """Options as given by the user (a dict from JSON, or nothing) -> config.
 
@@ -89,12 +98,16 @@ def parse_options(raw: object) -> MoeLightningConfig:
     if isinstance(raw.get("debug"), dict):
         _refuse_unknown(raw["debug"], DebugOptions, f"{OPTIONS_KEY}.debug")
     try:
-        return msgspec.convert(raw, MoeLightningConfig, strict=True)
+        config = msgspec.convert(raw, MoeLightningConfig, strict=True)
     except msgspec.ValidationError as error:
         path = _path_of(error)
         raise ValueError(
             f"{OPTIONS_KEY}{path}: {error}; got {_value_at(raw, path)!r}; see README, 'Options'"
         ) from error
+    ignored = [name for name in PLANNER_ONLY if getattr(config, name) is not None]
+    if config.planner == "off" and ignored:
+        raise ValueError(f"{OPTIONS_KEY}: with planner 'off' nobody reads {ignored}; drop them, or the planner option")
+    return config
 
 
 def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:

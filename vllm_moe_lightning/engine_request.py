@@ -5,6 +5,7 @@ Decides what lengths are planned for where nobody says, and what the options of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from msgspec.structs import replace as replace_struct
@@ -12,11 +13,12 @@ from msgspec.structs import replace as replace_struct
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.hardware import EMULATED_GPU_NAME, MIB, HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.workload import KvBlocks, Workload
+from vllm_moe_lightning.workload import Workload
 
 DEFAULT_PROMPT_TOKENS = 512
 DEFAULT_GENERATION_TOKENS = 128
 GENERATION_SHARE = 5  # a fifth of a short max_model_len
+NULL_BLOCKS = 1  # of vLLM's block pool, never handed out
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,30 @@ def workload_of(request: EngineRequest) -> tuple[Workload, dict[str, str]]:
     return Workload(prompt_len=float(prompt), gen_len=generation), reasons
 
 
-def kv_blocks_of(request: EngineRequest, block_bytes: float, longest: int) -> KvBlocks:
-    """One sequence of `longest` tokens must always fit, beside the block that vLLM holds back."""
-    fixed = request.given.kv_bytes
-    return KvBlocks(
-        tokens_per_block=request.block_size,
-        unused_blocks=1,
-        least_usable_blocks=-(-longest // request.block_size),
-        fixed_blocks=None if fixed is None else int(fixed // block_bytes),
-    )
+def longest_sequence(request: EngineRequest, spec: MoeModelSpec, expected_tokens: float) -> int:
+    """max_model_len, lowered to what a given KV cache holds if the user did not give it.
+
+    Raises ValueError with need, have and cure where it may not be lowered, or by more than the expected lengths bear.
+    """
+    longest, given, block_size = request.max_model_len, request.given, request.block_size
+    # Windowed layers have pools of their own in vLLM, which takes less; vLLM checks those itself.
+    if given.kv_bytes is None or spec.num_windowed_layers:
+        return longest
+    block_bytes = block_size * spec.kv_bytes_per_token
+    usable = int(given.kv_bytes // block_bytes) - NULL_BLOCKS
+    needed = longest if given.max_model_len else min(longest, math.ceil(expected_tokens))
+    blocks = -(-needed // block_size)
+    if usable < blocks:
+        what, cure = f"of the expected {needed} tokens", "expect shorter ones"
+        if given.max_model_len:
+            what, cure = f"of max_model_len {needed}", f"lower --max-model-len to {max(usable, 0) * block_size}"
+        raise ValueError(
+            f"moe_lightning: a sequence {what} needs {blocks + NULL_BLOCKS} KV blocks of {block_size} tokens "
+            f"({(blocks + NULL_BLOCKS) * block_bytes / MIB:.1f} MiB, the block that vLLM holds back included), but "
+            f"{given.kv_flag} gives {usable + NULL_BLOCKS} ({given.kv_bytes / MIB:.1f} MiB); raise {given.kv_flag}, "
+            f"or {cure}"
+        )
+    return min(longest, usable * block_size)
 
 
 def machine_under_options(profile: HardwareProfile, options: MoeLightningConfig) -> HardwareProfile:

@@ -32,6 +32,15 @@ class KvBlocks:
 
 
 @dataclass(frozen=True)
+class SweepBuffers:
+    """What an engine sizes its buffers for, if that is more than the steady state's sweep."""
+
+    least_prefill_tokens: float = 0.0
+    total_tokens: float | None = None
+    """Decode and prefill tokens together, where they are fixed."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """Many requests of one kind. Lengths in tokens."""
 
@@ -41,6 +50,8 @@ class Workload:
     prompt_len_max: int | None = None
     """Of the longest prompt; None: all are about as long as the mean."""
     kv: KvBlocks = KvBlocks()
+    buffers: SweepBuffers | None = None
+    """None: the steady state's own."""
 
     def __post_init__(self) -> None:
         if not self.prompt_len >= 1 or self.gen_len < 1:
@@ -160,3 +171,17 @@ def steady_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
         prefill_seqs=starting,
         prefill_len=workload.prompt_len,
     )
+
+
+def buffered_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
+    """The largest sweep that buffers are there for, in continuous batching: a decode token of every slot, and prefill
+    tokens beside them."""
+    steady, buffers = steady_load(workload, policy), workload.buffers
+    if buffers is None:
+        return steady
+    batch = policy.batch_size
+    if buffers.total_tokens is not None:
+        prefill = larger(buffers.total_tokens - batch, 0.0)
+    else:
+        prefill = larger(batch * workload.prompt_len / workload.gen_len, buffers.least_prefill_tokens)
+    return SweepLoad(batch, steady.decode_context, prefill / workload.prompt_len, workload.prompt_len)

@@ -19,9 +19,11 @@ from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_opt
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.compat import require_ledger
-from vllm_moe_lightning.integration.planning import plan
+from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
+from vllm_moe_lightning.model_config import FAMILIES
+from vllm_moe_lightning.tensor_parallel import model_of_rank
 
 logger = init_logger("vllm.vllm_moe_lightning.configure")
 
@@ -52,6 +54,7 @@ def configure(vllm_config: Any) -> None:
     _check_checkpoint(vllm_config)
     scheduler_cls = _scheduler_cls(vllm_config)
     _refuse_other_classes(vllm_config, scheduler_cls)
+    _refuse_uneven_ranks(vllm_config)
 
     # vLLM runs this again on every copy of the configuration: then there is a plan, and it stays.
     if options.planner == "auto" and plan_of(vllm_config) is None and not plan(vllm_config, options):
@@ -81,6 +84,13 @@ def _refuse_other_classes(vllm_config: Any, scheduler_cls: str) -> None:
     given = vllm_config.scheduler_config.scheduler_cls
     if given not in (None, scheduler_cls):
         raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
+
+
+def _refuse_uneven_ranks(vllm_config: Any) -> None:
+    """Families that we have no sizes of are left to vLLM's own checks, where a plan does not need the sizes anyway."""
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    if num_ranks > 1 and vllm_config.model_config.hf_config.model_type in FAMILIES:
+        model_of_rank(model_spec_of(vllm_config.model_config), num_ranks)
 
 
 def _check_checkpoint(vllm_config: Any) -> None:
@@ -126,6 +136,12 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
             "drop --cpu-offload-gb and --offload-*",
         ),
         (not _has_experts(model), f"{model.architectures}: it has no experts to page", "drop --worker-cls"),
+        (
+            model.quantization is not None and not getattr(model.hf_config, "quantization_config", None),
+            f"--quantization {model.quantization} on a checkpoint that is not quantised (its config.json has no "
+            "quantization_config)",
+            "drop --quantization",
+        ),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "drop --pipeline-parallel-size"),

@@ -20,7 +20,7 @@ from vllm_moe_lightning.cost_model import HrmResource, JobCost, static_batch_cos
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.memory_model import MemoryNeed, gpu_memory, host_memory
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload, prefill_load, steady_load
+from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload, buffered_load, prefill_load
 
 GB = 1e9
 MS = 1e-3
@@ -237,7 +237,7 @@ def job_cost(
 
 def peak_load(workload: Workload, batching: Batching, policy: HrmPolicy) -> SweepLoad:
     """The sweep that takes most memory."""
-    return prefill_load(workload, policy) if batching is Batching.STATIC else steady_load(workload, policy)
+    return prefill_load(workload, policy) if batching is Batching.STATIC else buffered_load(workload, policy)
 
 
 def memory_needs(
