@@ -75,15 +75,11 @@ def store_plan(vllm_config: Any, plan: EnginePlan) -> None:
 LARGEST_DIFFERENCE = 0.05
 
 
-def weight_differences(plan: EnginePlan, expert_layer_bytes: int, other_weight_bytes: int) -> list[str]:
-    """Sentences for weights that, once loaded, are not what was planned with. A plan that leaves them out has none."""
-    compared = {
-        "a layer's experts": (plan.expert_layer_bytes, expert_layer_bytes),
-        "weights other than experts": (plan.other_weight_bytes, other_weight_bytes),
-    }
-    return [
-        f"{what} take {found} bytes per rank and were planned with {planned} ({found / planned - 1.0:+.1%}), so the "
-        f"plan's times and memory are off by as much"
-        for what, (planned, found) in compared.items()
-        if planned and abs(found - planned) > LARGEST_DIFFERENCE * planned
-    ]
+def weight_difference(what: str, planned_bytes: int, loaded_bytes: int) -> str | None:
+    """A sentence if weights, once loaded, are not what was planned with; a plan that leaves them out says 0."""
+    if abs(loaded_bytes - planned_bytes) <= LARGEST_DIFFERENCE * planned_bytes or not planned_bytes:
+        return None
+    return (
+        f"{what} take {loaded_bytes} bytes per rank and were planned with {planned_bytes} "
+        f"({loaded_bytes / planned_bytes - 1.0:+.1%}), so the plan's times and memory are off by as much"
+    )

@@ -5,7 +5,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
 
 from vllm_moe_lightning.engine_plan import (
     PLAN_KEY,
@@ -13,7 +12,7 @@ from vllm_moe_lightning.engine_plan import (
     PredictedFigures,
     plan_of,
     store_plan,
-    weight_differences,
+    weight_difference,
 )
 from vllm_moe_lightning.plan_table import plan_table
 
@@ -60,18 +59,16 @@ def test_without_a_plan_there_is_none(additional: object) -> None:
     assert plan_of(SimpleNamespace(additional_config=additional)) is None
 
 
-def test_weights_as_planned_are_not_worth_a_word() -> None:
-    assert weight_differences(PLAN, 1049, 1901) == []
+@pytest.mark.parametrize(("planned", "loaded"), [(1000, 1050), (1000, 950), (1000, 1000), (0, 5)])
+def test_weights_about_as_planned_or_not_planned_at_all_are_not_worth_a_word(planned: int, loaded: int) -> None:
+    assert weight_difference("experts", planned, loaded) is None
 
 
-def test_weights_that_differ_are_named_with_both_figures() -> None:
-    experts, others = weight_differences(PLAN, 1100, 1000)
-    assert "a layer's experts take 1100 bytes per rank and were planned with 1000 (+10.0%)" in experts
-    assert "weights other than experts take 1000 bytes per rank and were planned with 2000 (-50.0%)" in others
-
-
-def test_a_plan_that_names_no_sizes_is_not_compared() -> None:
-    assert weight_differences(replace(PLAN, expert_layer_bytes=0, other_weight_bytes=0), 5, 5) == []
+@pytest.mark.parametrize(("loaded", "share"), [(1051, "+5.1%"), (500, "-50.0%")])
+def test_weights_that_differ_are_named_with_both_figures(loaded: int, share: str) -> None:
+    sentence = weight_difference("experts", 1000, loaded)
+    assert sentence is not None
+    assert f"experts take {loaded} bytes per rank and were planned with 1000 ({share})" in sentence
 
 
 def test_the_table_says_what_was_chosen_and_why_and_what_is_expected_of_it() -> None:

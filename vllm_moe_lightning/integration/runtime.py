@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm_moe_lightning.config import MoeLightningConfig, parse_options
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.device.emulated import EmulatedDevice
-from vllm_moe_lightning.engine_plan import plan_of, weight_differences
+from vllm_moe_lightning.engine_plan import plan_of, weight_difference
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.forward import PipelinedForward
@@ -70,6 +70,7 @@ class Runtime:
     def __init__(self, vllm_config: Any, options: MoeLightningConfig) -> None:
         self._vllm_config = vllm_config
         self.options = options
+        self._plan = plan_of(vllm_config)
         cpus = stream_cpus()
         self.device = make_device(options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
@@ -88,6 +89,9 @@ class Runtime:
         if not self._experts:
             raise UnsupportedError("this model has no experts to page; run it without --worker-cls")
         self._attention_layers = [_only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)]
+        if self._plan is not None:  # before anything is allocated, which may fail for that very reason
+            largest = max(layer.num_bytes for layer in self._experts)
+            _warn_of_difference("the experts of a layer", self._plan.expert_layer_bytes, largest)
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self.executor = PipelineExecutor(
@@ -129,9 +133,8 @@ class Runtime:
         other_bytes = other_bytes_in_layers + sum(p.nbytes for p in of_experts if id(p) not in paged)
         other_bytes += sum(p.nbytes for p in model.parameters() if id(p) not in in_layers)
         self.device.reserve(other_bytes, "other weights")
-        if (plan := plan_of(self._vllm_config)) is not None:
-            for difference in weight_differences(plan, max(layer.num_bytes for layer in self._experts), other_bytes):
-                logger.warning("moe_lightning: %s", difference)
+        if self._plan is not None:
+            _warn_of_difference("weights other than experts", self._plan.other_weight_bytes, other_bytes)
         for layer in self._attention_layers:
             layer.use_direct_call = True
         element_bytes = self._vllm_config.model_config.dtype.itemsize
@@ -204,6 +207,11 @@ class Runtime:
         self._write_trace()
         self.device.close()
         self._pool.close()
+
+
+def _warn_of_difference(what: str, planned_bytes: int, loaded_bytes: int) -> None:
+    if (difference := weight_difference(what, planned_bytes, loaded_bytes)) is not None:
+        logger.warning("moe_lightning: %s", difference)
 
 
 def _only_attention_of(index: int, decoder_layer: torch.nn.Module) -> Any:
