@@ -1,7 +1,8 @@
 """From what an engine is asked to be to what it will be: batch, token budget, KV cache, micro-batches, resident layers.
 
 Values that the user gave stand, and are refused with need and have where they do not fit; the others are solved for
-(policy/search). The search is held to what the engine runs: attention on the CPU, experts on the device, no disk.
+(policy/search). The search is held to what the engine runs: attention on the CPU (or by schedule s4 on the device,
+with the cache on the host), experts on the device, no disk.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ WORTH_A_LARGER_BATCH = 0.02
 LARGEST_PROMPT_ROOM = 2048
 """Tokens of a prompt that a sweep has room for whatever the batch: in a small one, a prompt would take many sweeps."""
 
+OVERLAPPING = ("cgopipe", "s4")
+NOT_OVERLAPPING = "given; the prediction is cgopipe's, which overlaps more"
 GIVEN, PLANNED = "given", "planned"
 
 
@@ -60,7 +63,13 @@ class EnginePlanning:
         self.spec = model_of_rank(request.spec, request.num_ranks)
         machine = machine_under_options(machine_of_rank(request.profile, request.num_ranks), request.options)
         self.machine = replace_struct(machine, disk=None)  # the engine's pages come from host memory only
+        share = request.given.host_memory_share
+        if share is not None:
+            reached = replace_struct(machine.efficiencies, host_memory=share)
+            self.machine = replace_struct(self.machine, efficiencies=reached)
         lengths, self.reasons = workload_of(request)
+        if share is not None:
+            self.reasons["host_memory_share"] = f"{share:g}, by --gpu-memory-utilization"
         self.block_bytes = request.block_size * self.spec.kv_bytes_per_token
         self.max_model_len = longest_sequence(request, self.spec, lengths.final_context)
         if self.max_model_len < request.max_model_len:
@@ -79,8 +88,9 @@ class EnginePlanning:
             fill_max_num_seqs=given is not None and given == bound,
             num_micro_batches=options.num_micro_batches,
             num_resident_layers=options.num_resident_layers,
-            attention_on_gpu=False,
+            attention_on_gpu=options.schedule == "s4",
             ffn_on_gpu=True,
+            kv_on_host=True,
             # Of no effect on the steady state, but says that no sweep parks its hidden states on the host.
             prefill_tokens_per_sweep=options.prefill_tokens_per_sweep or 1,
             lookahead=options.lookahead,
@@ -257,6 +267,7 @@ class EnginePlanning:
                 "kv_bytes": given.kv_flag or f"planned: {blocks} blocks of {request.block_size} tokens",
                 "page_bytes": GIVEN if options.page_mib else "a layer divided by the micro-batches, 1 to 64 MiB",
                 "max_model_len": GIVEN if given.max_model_len else "the model's",
+                **({} if options.schedule in OVERLAPPING else {"schedule": f"{options.schedule}, {NOT_OVERLAPPING}"}),
                 **reasons,
             },
             predicted=PredictedFigures(

@@ -32,6 +32,8 @@ class GivenLimits:
     kv_flag: str = ""
     """What gave kv_bytes, as the user knows it."""
     max_model_len: int | None = None
+    host_memory_share: float | None = None
+    """Of host memory, that may be planned with."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,14 @@ def machine_under_options(profile: HardwareProfile, options: MoeLightningConfig)
             limit = getattr(link, name) if is_emulated else gb_per_s * 1e9
             link = replace_struct(link, **{name: min(gb_per_s * 1e9, limit)})
     return replace_struct(profile, gpu=gpu, cpu=cpu, link=link, efficiencies=reached)
+
+
+def machine_within(profile: HardwareProfile, available_bytes: int) -> HardwareProfile:
+    """A machine that was described, with no more host memory than the one that the engine starts on has free."""
+    usable = int(available_bytes / profile.efficiencies.host_memory)
+    if profile.host_memory_bytes <= usable:
+        return profile
+    return replace_struct(profile, cpu=replace_struct(profile.cpu, memory_bytes=usable))
 
 
 def machine_as_it_is_used(profile: HardwareProfile, available_bytes: int) -> HardwareProfile:

@@ -37,7 +37,6 @@ def _rows(plan: EnginePlan) -> list[tuple[str, str, str]]:
         "expected_generation_tokens": f"{plan.expected_generation_tokens:g}",
         "max_model_len": str(plan.max_model_len),
         "max_num_seqs": str(plan.max_num_seqs),
-        "in_flight": "",
         "max_num_batched_tokens": str(plan.max_num_batched_tokens),
         "prefill_tokens_per_sweep": str(plan.prefill_tokens_per_sweep),
         "num_micro_batches": f"{plan.num_micro_batches} x {plan.micro_batch_size}",
@@ -45,4 +44,6 @@ def _rows(plan: EnginePlan) -> list[tuple[str, str, str]]:
         "page_bytes": f"{plan.page_bytes / MIB:.2f} MiB",
         "kv_bytes": f"{plan.kv_bytes / MIB:.1f} MiB",
     }
-    return [(name, value, plan.reasons[name]) for name, value in chosen.items() if name in plan.reasons]
+    rows = [(name, value, plan.reasons[name]) for name, value in chosen.items() if name in plan.reasons]
+    # What else was taken into account: limits that bind, options that are not figures of the plan.
+    return rows + [(name, "", why) for name, why in plan.reasons.items() if name not in chosen]

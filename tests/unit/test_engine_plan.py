@@ -5,6 +5,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from vllm_moe_lightning.engine_plan import (
     PLAN_KEY,
@@ -81,3 +82,10 @@ def test_the_table_says_what_was_chosen_and_why_and_what_is_expected_of_it() -> 
     assert "1234.5 generated tokens/s (2700.0 with prompts), a sweep of 0.0777 s; bottleneck h2d" in table
     assert "busy: h2d 99%, gpu 31%" in table
     assert "disk" not in table
+
+
+def test_the_table_says_what_else_was_taken_into_account() -> None:
+    table = plan_table(replace(PLAN, reasons={"in_flight": "at most 20, by --kv-cache-memory-bytes"}), "a model", 1)
+    assert ["in_flight", "at", "most", "20,", "by", "--kv-cache-memory-bytes"] in [
+        line.split() for line in table.splitlines()
+    ]

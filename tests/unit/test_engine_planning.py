@@ -186,6 +186,27 @@ def test_a_small_batch_has_room_for_a_whole_prompt_in_a_sweep() -> None:
     assert (made.prefill_tokens_per_sweep, made.max_num_batched_tokens) == (32, 8 + 512)
 
 
+def test_a_share_of_host_memory_holds_experts_and_cache() -> None:
+    made = plan(request(GivenLimits(host_memory_share=0.6)))
+    on_host = (32 - made.num_resident_layers) * made.expert_layer_bytes + made.kv_bytes
+    assert on_host <= 0.6 * T4.cpu.memory_bytes
+    assert made.max_num_seqs < plan(request()).max_num_seqs
+    assert made.reasons["host_memory_share"] == "0.6, by --gpu-memory-utilization"
+
+
+def test_the_schedule_that_attends_on_the_device_is_planned_with_its_frames_and_the_cache_on_the_host() -> None:
+    engine = planned(request(schedule="s4"))
+    policy = engine.policy.policy
+    assert (policy.attention_on_gpu, policy.kv_gpu_ratio) == (True, 0.0)
+    assert engine.policy.gpu_memory.items["KV frames"] > 0
+    assert "schedule" not in engine.plan.reasons
+
+
+def test_a_schedule_that_the_prediction_is_not_about_is_named() -> None:
+    made = plan(request(schedule="s3"))
+    assert made.reasons["schedule"].startswith("s3, given; the prediction is cgopipe's")
+
+
 def test_ranks_plan_with_their_slice_and_their_share_of_the_host() -> None:
     one = plan(request())
     two = plan(replace(request(), profile=preset_profile("t4", num_gpus=2), num_ranks=2))

@@ -12,6 +12,7 @@ from vllm_moe_lightning.engine_request import (
     EngineRequest,
     machine_as_it_is_used,
     machine_under_options,
+    machine_within,
     workload_of,
 )
 from vllm_moe_lightning.hardware import EMULATED_GPU_NAME, GIB, MIB, HardwareProfile
@@ -74,6 +75,14 @@ def test_a_given_link_speed_slows_memcpy_and_cannot_hasten_it() -> None:
 def test_a_preset_planned_for_takes_the_given_link_speed_as_it_is() -> None:
     machine = machine_under_options(preset_profile("t4"), parse_options({"h2d_gb_per_s": 1e3}))
     assert machine.link.h2d_bytes_per_s == 1e12
+
+
+def test_a_described_machine_has_no_more_host_memory_than_is_free_here() -> None:
+    profile = preset_profile("t4")
+    assert machine_within(profile, 400 * GIB) == profile
+    within = machine_within(profile, 9 * GIB)
+    assert within.host_memory_budget_bytes == pytest.approx(9 * GIB, abs=10)
+    assert within.gpu == profile.gpu
 
 
 def test_memory_that_others_hold_is_left_out_beyond_what_is_theirs_anyway() -> None:

@@ -48,7 +48,7 @@ def configure(vllm_config: Any) -> None:
     """Amend `vllm_config` in place: the planned limits, worker and scheduler class, eager mode."""
     require_ledger()
     options = options_of(vllm_config)
-    _refuse_conflicts(vllm_config)
+    _refuse_conflicts(vllm_config, options.planner)
     _refuse_device(options)
     resolve_isa("auto")  # attention needs AVX2 or AVX-512, and the native library
     _check_checkpoint(vllm_config)
@@ -113,8 +113,8 @@ def _refuse_device(options: MoeLightningConfig) -> None:
     )
 
 
-def _refuse_conflicts(vllm_config: Any) -> None:
-    for condition, what, cure in _conflicts(vllm_config):
+def _refuse_conflicts(vllm_config: Any, planner: str) -> None:
+    for condition, what, cure in _conflicts(vllm_config, planner):
         if condition:
             raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
 
@@ -125,7 +125,7 @@ def _has_experts(model_config: Any) -> bool:
     return bool(model_config.is_moe or getattr(ffn_config, "moe_num_experts", 0))
 
 
-def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
+def _conflicts(vllm_config: Any, planner: str) -> list[tuple[bool, str, str]]:
     """(refused, what, cure) for each feature outside the first version."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     offload = vllm_config.offload_config
@@ -159,6 +159,11 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
             parallel.data_parallel_size > 1,
             "data parallelism inside one engine",
             "start one engine per replica",
+        ),
+        (
+            planner == "auto" and parallel._api_process_count > 1,
+            "planning with several API servers, each of which would plan for itself",
+            "drop --api-server-count, or set moe_lightning.planner to 'off'",
         ),
         (parallel.enable_expert_parallel, "expert parallelism", "drop --enable-expert-parallel"),
         (parallel.enable_eplb, "expert load balancing", "drop --enable-eplb"),

@@ -14,6 +14,7 @@ from vllm_moe_lightning.errors import UnsupportedError
 
 NOTE_KEY = "moe_lightning_given"
 NOTED = ("max_num_seqs", "max_num_batched_tokens")
+MEMORY_SHARE = "gpu_memory_utilization"
 KV_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 GIB = 1 << 30
 
@@ -23,6 +24,8 @@ def note_given_limits(engine_args: Any) -> None:
     additional = engine_args.additional_config
     if isinstance(additional, dict) and NOTE_KEY not in additional:
         given = [name for name in NOTED if getattr(engine_args, name) is not None]
+        if engine_args.gpu_memory_utilization != type(engine_args).gpu_memory_utilization:
+            given.append(MEMORY_SHARE)
         engine_args.additional_config = {**additional, NOTE_KEY: given}
 
 
@@ -50,5 +53,6 @@ def given_limits(vllm_config: Any, kv_cache_gib: float | None, block_bytes: floa
         **limits,
         kv_bytes=kv_bytes,
         kv_flag=flag,
+        host_memory_share=cache.gpu_memory_utilization if MEMORY_SHARE in noted else None,
         max_model_len=None if model.original_max_model_len in (None, -1) else model.max_model_len,
     )

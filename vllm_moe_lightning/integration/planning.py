@@ -16,7 +16,7 @@ from vllm.platforms import current_platform
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig
 from vllm_moe_lightning.engine_plan import store_plan
 from vllm_moe_lightning.engine_planning import EnginePlanning, PlannedEngine
-from vllm_moe_lightning.engine_request import EngineRequest, machine_as_it_is_used
+from vllm_moe_lightning.engine_request import EngineRequest, machine_as_it_is_used, machine_within
 from vllm_moe_lightning.errors import PolicyInfeasibleError, UnsupportedError
 from vllm_moe_lightning.hardware import GIB, HardwareProfile, read_profile
 from vllm_moe_lightning.hardware_presets import GPU_PRESETS, preset_profile
@@ -38,6 +38,7 @@ BLOCK_SIZE = 128  # tokens: what vLLM's CPU platform takes too; long runs of K a
 # A model that fits is paged only if that is predicted to be so much faster: compiled graphs, which stock vLLM has and
 # we do not, are in no cost model.
 WORTH_PAGING = 1.5
+STOCK_KV_SHARE = 0.8  # of the memory that is free, for the cache of a stock run on the CPU build
 
 DESCRIBE_ONLY = frozenset(
     {
@@ -80,21 +81,32 @@ def model_spec_of(model_config: Any) -> MoeModelSpec:
 
 
 def profile_of(hardware: str | None, num_ranks: int) -> HardwareProfile:
-    """A preset, a profile from a file, or this machine. Raises ValueError for a name that is neither."""
+    """A preset, a profile from a file, or this machine; with as much host memory as is free here and now, for here the
+    engine starts. Raises ValueError for a name that is none of these."""
+    # vLLM's CPU build binds each rank to the memory of one node.
+    available = available_memory_bytes(num_ranks if current_platform.is_cpu() else None)
     if hardware is None:
-        return this_machine(num_ranks)
-    if hardware in GPU_PRESETS:
-        return preset_profile(hardware, num_gpus=num_ranks)
-    if Path(hardware).is_file():
-        return read_profile(Path(hardware))
-    raise ValueError(
-        f"moe_lightning.hardware: {hardware!r} is neither a preset ({', '.join(GPU_PRESETS)}) nor a file; "
-        f"`vllm-moe-lightning profile --output FILE` measures this machine"
-    )
+        profile = this_machine()
+        now = machine_as_it_is_used(profile, available)
+    elif hardware in GPU_PRESETS or Path(hardware).is_file():
+        is_preset = hardware in GPU_PRESETS
+        profile = preset_profile(hardware, num_gpus=num_ranks) if is_preset else read_profile(Path(hardware))
+        now = machine_within(profile, available)
+    else:
+        raise ValueError(
+            f"moe_lightning.hardware: {hardware!r} is neither a preset ({', '.join(GPU_PRESETS)}) nor a file; "
+            f"`vllm-moe-lightning profile --output FILE` measures this machine"
+        )
+    if now != profile:
+        logger.warning(
+            "moe_lightning: %.2f GiB of host memory are left out of the plan: other processes hold them, they are on "
+            "another NUMA node, or this machine does not have them",
+            (profile.cpu.memory_bytes - now.cpu.memory_bytes) / GIB,
+        )
+    return now
 
 
-def this_machine(num_ranks: int) -> HardwareProfile:
-    """As it is now: what other processes hold of its memory is not planned with."""
+def this_machine() -> HardwareProfile:
     cached, warnings = load_cached(cache_folder(), fingerprint(), quick=True)
     if cached is None:
         from vllm_moe_lightning.profiling import machine_profile  # torch, and the kernels
@@ -110,16 +122,7 @@ def this_machine(num_ranks: int) -> HardwareProfile:
         logger.info("moe_lightning: measured in %.1f s", time.monotonic() - started_s)
     for warning in [*warnings, *cached.warnings]:
         logger.warning("moe_lightning: %s", warning)
-    # vLLM's CPU build binds each rank to the memory of one node.
-    num_nodes = num_ranks if current_platform.is_cpu() else None
-    now = machine_as_it_is_used(cached.profile, available_memory_bytes(num_nodes))
-    if now != cached.profile:
-        logger.warning(
-            "moe_lightning: %.2f GiB of host memory are left out of the plan: other processes hold them, or they are "
-            "on another NUMA node",
-            (cached.profile.cpu.memory_bytes - now.cpu.memory_bytes) / GIB,
-        )
-    return now
+    return cached.profile
 
 
 def write_plan(vllm_config: Any, planned: PlannedEngine) -> None:
@@ -195,7 +198,8 @@ def _step_aside(vllm_config: Any, planning: EnginePlanning, stock: StockRun, pag
     cache = vllm_config.cache_config
     if current_platform.is_cpu() and planning.request.given.kv_bytes is None:
         # By itself the CPU build takes nearly all of the host's memory, or does not start.
-        cache.kv_cache_memory_bytes = int(stock.kv_bytes)
+        free = available_memory_bytes(planning.request.num_ranks) - planning.request.num_ranks * stock.weight_bytes
+        cache.kv_cache_memory_bytes = int(min(stock.kv_bytes, STOCK_KV_SHARE * free / planning.request.num_ranks))
     vllm_config.parallel_config.worker_cls = "auto"
     vllm_config.scheduler_config.scheduler_cls = None
     vllm_config.additional_config = {**vllm_config.additional_config, STEPPED_ASIDE_KEY: reason}

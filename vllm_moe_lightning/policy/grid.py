@@ -55,6 +55,8 @@ class PlanLimits:
     num_resident_layers: int | None = None
     attention_on_gpu: bool | None = None
     ffn_on_gpu: bool | None = None
+    kv_on_host: bool = False
+    """All of the KV cache, wherever attention runs."""
     prefill_tokens_per_sweep: int | None = None
     lookahead: int = 2
     time_limit_s: float = 10.0
@@ -331,7 +333,7 @@ class _Tabulator:
             ffn_on_gpu=ones * ffn_on_gpu > 0,
             min_resident=ones * min_resident,
             max_resident=ones * max_resident,
-            max_kv_ratio=ones * attention_on_gpu,
+            max_kv_ratio=ones * (attention_on_gpu and not limits.kv_on_host),
             min_disk=np.zeros_like(ones),
             max_disk=ones * max_disk,
             times_ms={phase: {resource: lines[phase, resource] for resource in HrmResource} for phase in phases},

@@ -18,15 +18,32 @@ from vllm_moe_lightning.integration.given_limits import (
 BLOCK_BYTES = 1000.0
 
 
+class Arguments:
+    """Of vLLM's EngineArgs what the note reads."""
+
+    gpu_memory_utilization = 0.92
+
+    def __init__(self, additional_config: dict[str, Any], **given: Any) -> None:
+        self.max_num_seqs = self.max_num_batched_tokens = None
+        self.additional_config = additional_config
+        vars(self).update(given)
+
+
 @pytest.fixture(autouse=True)
 def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KV_SPACE_VARIABLE, raising=False)
 
 
 def configured(noted: list[str] | None = None, original_max_model_len: int | None = None, **cache: Any) -> Any:
+    cache = {
+        "kv_cache_memory_bytes": None,
+        "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": 0.92,
+        **cache,
+    }
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=2048),
-        cache_config=SimpleNamespace(**{"kv_cache_memory_bytes": None, "num_gpu_blocks_override": None, **cache}),
+        cache_config=SimpleNamespace(**cache),
         model_config=SimpleNamespace(original_max_model_len=original_max_model_len, max_model_len=512),
         additional_config={} if noted is None else {NOTE_KEY: noted},
     )
@@ -34,18 +51,26 @@ def configured(noted: list[str] | None = None, original_max_model_len: int | Non
 
 def test_the_note_names_what_is_not_none_and_leaves_the_user_s_dict_alone() -> None:
     options: dict[str, Any] = {"moe_lightning": {}}
-    arguments = SimpleNamespace(max_num_seqs=7, max_num_batched_tokens=None, additional_config=options)
+    arguments = Arguments(options, max_num_seqs=7)
     note_given_limits(arguments)
     assert arguments.additional_config == {"moe_lightning": {}, NOTE_KEY: ["max_num_seqs"]}
     assert options == {"moe_lightning": {}}
 
 
 def test_the_first_note_stays_when_vllm_has_filled_in_its_defaults() -> None:
-    arguments = SimpleNamespace(max_num_seqs=None, max_num_batched_tokens=None, additional_config={})
+    arguments = Arguments({})
     note_given_limits(arguments)
     arguments.max_num_seqs = arguments.max_num_batched_tokens = 256
     note_given_limits(arguments)
     assert arguments.additional_config == {NOTE_KEY: []}
+
+
+def test_a_share_of_memory_that_is_not_vllm_s_default_is_given() -> None:
+    arguments = Arguments({}, gpu_memory_utilization=0.5)
+    note_given_limits(arguments)
+    noted = arguments.additional_config[NOTE_KEY]
+    assert given_limits(configured(noted, gpu_memory_utilization=0.5), None, BLOCK_BYTES).host_memory_share == 0.5
+    assert given_limits(configured([]), None, BLOCK_BYTES).host_memory_share is None
 
 
 def test_what_is_not_noted_is_vllm_s_default_and_not_given() -> None:
