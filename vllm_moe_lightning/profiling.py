@@ -139,7 +139,7 @@ def profile_of(
         return [name for name in found if name.partition(".")[0] == kind]
 
     attending = attention_threads(num_threads)
-    # On a busy machine fewer threads may reach more; and if our kernel beats the dot product, then memory is faster.
+    # On a busy machine fewer threads may reach more; and if our kernel beats the read probe, then memory is faster.
     host_read = take("cpu.bandwidth_bytes_per_s", *whatever_threads("host_read"), f"attention_read.{attending}")
     cpu_flops = take("cpu.flops_per_s", *whatever_threads("gemm_float32"))
     is_cuda = "cuda_gemm" in found
