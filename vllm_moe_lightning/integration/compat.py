@@ -39,6 +39,21 @@ LEDGER: tuple[TouchedName, ...] = (
         ("vllm_config",),
     ),
     TouchedName(
+        "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
+        "patch",
+        "notes which batch limits the user gave, before vLLM fills in its defaults, then calls the original; "
+        "and does nothing unless the plugin was asked for",
+        "vLLM's configuration says which of its values were given",
+        ("self",),
+    ),
+    TouchedName(
+        "vllm.config:SchedulerConfig.verify_max_model_len",
+        "use",
+        "vLLM's own check of the limits that the planner sets",
+        "never",
+        ("self", "max_model_len"),
+    ),
+    TouchedName(
         "vllm.forward_context:_forward_context",
         "patch",
         "each micro-batch runs under its own forward context; the context manager cannot be held across a switch",
@@ -121,6 +136,13 @@ LEDGER: tuple[TouchedName, ...] = (
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.init_device", "patch", "overridden in our worker", "never"),
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config", "patch", "as above", "never"),
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.shutdown", "patch", "as above", "never"),
+    TouchedName(
+        "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens",
+        "patch",
+        "overridden in our worker: the generators of seeded requests are put aside while their prompt is partial "
+        "(integration/partial_prompts.py; `discard_request_mask` and `input_batch.generators` of the V1 runner)",
+        "vLLM's V1 runner no longer calls `get_offset` on CPU generators",
+    ),
     TouchedName("vllm.v1.core.sched.scheduler:Scheduler", "subclass", "our scheduler", "never"),
     TouchedName("vllm.v1.core.sched.async_scheduler:AsyncScheduler", "subclass", "our scheduler", "never"),
     TouchedName("vllm.v1.worker.worker_base:WorkerBase.load_model", "patch", "overridden in our worker", "never"),
