@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
+from vllm_moe_lightning.integration.chunked_seeds import generators_of_complete_prompts_only
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.configure import options_of
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
@@ -55,6 +56,12 @@ class MoELightningWorker(CPUWorker):
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         self._runtime.poison_kv_caches()
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        if self.vllm_config.use_v2_model_runner:  # draws by seed and position, without generators
+            return super().sample_tokens(*args, **kwargs)
+        with generators_of_complete_prompts_only(self.model_runner):
+            return super().sample_tokens(*args, **kwargs)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -140,7 +140,8 @@ def _last_blocks(step: StepRows, lens: Sequence[int]) -> list[int]:
     table, block_size = step.tables[0]
     columns = (np.asarray(lens) - 1) // block_size
     blocks = table[np.arange(len(columns)), np.maximum(columns, 0)]
-    return np.where(columns >= 0, blocks, -1).tolist()
+    found: list[int] = np.where(columns >= 0, blocks, -1).tolist()
+    return found
 
 
 def _linked_rows(step: StepRows) -> list[list[int]]:
