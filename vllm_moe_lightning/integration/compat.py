@@ -122,17 +122,11 @@ LEDGER: tuple[TouchedName, ...] = (
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config", "patch", "as above", "never"),
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.shutdown", "patch", "as above", "never"),
     TouchedName(
-        "vllm.v1.worker.gpu_worker:Worker.sample_tokens",
+        "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens",
         "patch",
-        "overridden in our worker: seeded requests with a prompt in several chunks end the engine on the CPU build "
-        "(integration/chunked_seeds.py)",
-        "GPUModelRunner._bookkeeping_sync no longer calls Generator.set_offset on the CPU",
-    ),
-    TouchedName(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-        "use",
-        "`input_batch.generators` and `discard_request_mask`",
-        "as above",
+        "overridden in our worker: the generators of seeded requests are put aside while their prompt is partial "
+        "(integration/partial_prompts.py; `discard_request_mask` and `input_batch.generators` of the V1 runner)",
+        "vLLM's V1 runner no longer calls `get_offset` on CPU generators",
     ),
     TouchedName("vllm.v1.core.sched.scheduler:Scheduler", "subclass", "our scheduler", "never"),
     TouchedName("vllm.v1.core.sched.async_scheduler:AsyncScheduler", "subclass", "our scheduler", "never"),

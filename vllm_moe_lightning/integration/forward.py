@@ -37,9 +37,8 @@ class PipelinedForward:
         self._forward = model.forward
         self._vllm_config = vllm_config
         self._executor = executor
-        plan = plan_of(vllm_config)
-        self._planned_size = plan.micro_batch_size if plan else None
-        self._splitter = MicroBatchSplitter(RowCosts(plan.query_token_cost) if plan else RowCosts())
+        self._plan = plan_of(vllm_config)
+        self._splitter = MicroBatchSplitter(RowCosts(self._plan.query_token_cost) if self._plan else RowCosts())
         # An instance attribute: the class stays as it is. A bound method, since vLLM caches what it finds out about
         # `forward` and unwraps only those; anything else it would keep, and with it the host pages, after our end.
         model.forward = self.__call__
@@ -102,7 +101,7 @@ class PipelinedForward:
         seq_lens = [first.seq_lens[row] for row in occupied]
         distinct = {id(entry): entry for entry in metadata.values()}  # one per KV cache group
         tables = [(entry.rows.block_table.numpy()[occupied], entry.block_size) for entry in distinct.values()]
-        count = micro_batch_count(sum(query_lens), self._executor.policy.num_micro_batches, self._planned_size)
+        count = self._num_micro_batches(sum(query_lens))
         places, linked = self._splitter.split(StepRows(query_lens, seq_lens, tables), count)
         groups = [[occupied[i] for i in rows] for rows in places]
         counters.same_step_prefix_hits += linked
@@ -125,6 +124,12 @@ class PipelinedForward:
             )
             shares.append(_Share(tokens, context, next(iter(by_layer.values()))))
         return shares
+
+    def _num_micro_batches(self, num_tokens: int) -> int:
+        """As planned, unless the count was changed since."""
+        plan, most = self._plan, self._executor.policy.num_micro_batches
+        is_planned = plan is not None and plan.num_micro_batches == most
+        return micro_batch_count(num_tokens, most, plan.micro_batch_size if plan and is_planned else None)
 
 
 def _tokens_of(metadata: HostAttentionMetadata, rows: list[int]) -> torch.Tensor:

@@ -10,13 +10,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
-from vllm_moe_lightning.integration.chunked_seeds import generators_of_complete_prompts_only
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.configure import options_of
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
 from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
 from vllm_moe_lightning.integration.offloader import PagingOffloader
+from vllm_moe_lightning.integration.partial_prompts import partial_prompts_draw_nothing
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
 
@@ -58,9 +58,7 @@ class MoELightningWorker(CPUWorker):
         self._runtime.poison_kv_caches()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        if self.vllm_config.use_v2_model_runner:  # draws by seed and position, without generators
-            return super().sample_tokens(*args, **kwargs)
-        with generators_of_complete_prompts_only(self.model_runner):
+        with partial_prompts_draw_nothing(self.model_runner):
             return super().sample_tokens(*args, **kwargs)
 
     def shutdown(self) -> None:
