@@ -14,6 +14,7 @@ OPTIONS_KEY = "moe_lightning"
 
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
+AdmissionMode = Literal["worst_case", "expected", "vllm"]
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -60,6 +61,9 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     schedule: ScheduleName = "cgopipe"
     num_resident_layers: NonNegativeInt | None = None
     """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
+    admission: AdmissionMode = "worst_case"
+    """Which KV blocks a request must find free before it starts: those of its longest possible answer, so that none is
+    ever preempted; of the answers to expect by those that came before; or, as vLLM alone does, of its prompt."""
     page_mib: PositiveFloat | None = None
     """Size of one transfer. Default: a layer divided by the number of micro-batches, within 1..64 MiB."""
     attention_threads: PositiveInt | None = None

@@ -39,6 +39,9 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Prompt tokens that a sweep takes beside its decode tokens when all slots are taken."""
     num_micro_batches: int
     micro_batch_size: int
+    query_token_cost: int = 64
+    """Work of a query token outside of attention, in units of a context token that attention reads: what balances the
+    micro-batches."""
     kv_bytes: int
     """Host memory for keys and values, per rank."""
     num_resident_layers: int

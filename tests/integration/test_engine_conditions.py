@@ -18,13 +18,15 @@ BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4  # layers, K and V, heads, tokens, head_di
 
 
 def test_preempted_requests_give_the_same_tokens(checkpoint, hf_result):
-    """B26. Four requests that end at four blocks each, and nine blocks: some are taken back and computed again."""
+    """B26. Four requests that end at four blocks each, and nine blocks: by vLLM's own rule of admission, some are taken
+    back and computed again."""
     prompts = [prompt[:60] for prompt in standard_prompts(64) if len(prompt) >= 60][:4]
     assert len(prompts) == 4
     model = checkpoint("mixtral", num_layers=4)
     (job,) = run_paged(
         model,
         [Job(prompts, {"max_tokens": 60}, before=reconfigured(num_micro_batches=3))],
+        options={"admission": "vllm"},
         engine_args={"kv_cache_memory_bytes": 9 * BLOCK_BYTES},
         debug={"poison": True, "check_hazards": True},
     ).jobs
