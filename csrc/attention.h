@@ -1,5 +1,5 @@
-// What the dispatcher (attention.cpp) and the kernels of each instruction set (attention_kernel.h) agree on: the piece
-// of work, the memory it works in, and how a kernel is called.
+// What the parts of attention agree on: the planner (attention_plan.cpp), the kernels of each instruction set
+// (attention_kernel.h) and the dispatcher (attention.cpp).
 #pragma once
 #include <stdint.h>
 
@@ -13,37 +13,88 @@ struct BFloat16 {
 struct Float16 {
   uint16_t bits;
 };
+// Elements of a quantised cache: times the scale of their token and head. Int8 holds -127..127, Fp8 is e4m3.
+struct Int8 {
+  int8_t bits;
+};
+struct Fp8 {
+  uint8_t bits;
+};
 
 constexpr int kMaxHeadDim = 256;
-constexpr int kKeysPerChunk = 64;  // 64 keys of 128 dims are 32 KB in fp32: K or V of a chunk stays in L1
-constexpr int kMaxTileRows = 64;   // enough to convert and stream each K/V row once per 64 rows of prefill
-constexpr int kKeysPerStep = 4;    // keys whose dot products are reduced together
-// From this many rows on, K and V of a chunk are converted to fp32 once instead of at each use.
+// Keys whose logits, softmax and values are done together; also the unit of prefetching. 32 keys of 128 dims are 16 KB
+// of K and V in 16 bits, so that a chunk and the next one share L1 (32 KB and more). Longer chunks leave the memory
+// idle during the softmax, shorter ones reduce and rescale too often.
+constexpr int kKeysPerChunk = 32;
+constexpr int kMaxRows = 64;  // enough to convert and stream each K/V row once per 64 rows of prefill
+// From this many rows of a key/value head on, V (and K, where its dot product needs it) is widened once per chunk.
 constexpr int kMinRowsToConvert = 16;
-constexpr int kScoreStride = kKeysPerChunk + 16;  // a last step may write up to kKeysPerStep - 1 scores too many
+constexpr int kScoreStride = kKeysPerChunk + 16;  // a last step may write some scores too many
+// A context is summed up in segments of about this many keys, whatever the number of threads, so that handing segments
+// to several threads changes no bit. Joining two costs about as much as three keys.
+constexpr int64_t kKeysPerSegment = 1024;
 
-struct Tile {
-  int32_t seq, kv_head;
-  int32_t first_head, num_heads;    // query heads; all share kv_head
+// Bytes of one key/value head in one block: K of all tokens, V of all tokens, then for a quantised cache the tokens'
+// K scales and V scales in fp32.
+inline int64_t cache_element_bytes(int32_t cache_dtype) {
+  return cache_dtype == MOL_FLOAT32 ? 4 : cache_dtype == MOL_BFLOAT16 || cache_dtype == MOL_FLOAT16 ? 2 : 1;
+}
+inline bool is_quantised(int32_t cache_dtype) { return cache_dtype == MOL_INT8 || cache_dtype == MOL_FP8_E4M3; }
+inline int64_t head_block_bytes(const mol_attention_task& task) {
+  const int64_t token_bytes = task.head_dim * cache_element_bytes(task.cache_dtype);
+  return 2 * task.block_size * (token_bytes + (is_quantised(task.cache_dtype) ? 4 : 0));
+}
+inline int64_t segment_keys(const mol_attention_task& task) {
+  const int64_t blocks = kKeysPerSegment / task.block_size;
+  return (blocks > 0 ? blocks : 1) * task.block_size;
+}
+
+// Some query tokens of one sequence, some of its key/value heads, some of the query heads of each of these, and some
+// segments of its context. Its (key/value head, token, head) triples are its rows, in this order, at most kMaxRows.
+struct Piece {
+  int32_t seq;
   int32_t first_token, num_tokens;  // counted in the T tokens of the task
+  int32_t first_kv_head, num_kv_heads;
+  int32_t first_head, num_heads;  // within the group of a key/value head
+  int32_t first_segment, num_segments;
+  int64_t partial;  // where its unfinished sums go, counted in floats; negative: it finishes by itself
+  int num_rows() const { return num_kv_heads * num_tokens * num_heads; }
+};
+// The segments of one piece of output, whose sums several pieces made.
+struct Join {
+  Piece whole;  // partial: the first one's; the others' follow
+  int32_t num_parts;
+};
+inline int64_t partial_floats(const mol_attention_task& task, int num_rows) {
+  return static_cast<int64_t>(num_rows) * ((task.head_dim + 31) / 32 * 32 + 2);
+}
+
+// The sums of some keys for each row: values weighted by exp(logit - row_max), not yet divided by row_sum.
+struct Sums {
+  float output[kMaxRows * kMaxHeadDim];  // rows packed at head_dim rounded up to pairs of vectors
+  float row_max[kMaxRows], row_sum[kMaxRows];
 };
 
-// The memory of one thread. Rows are packed at head_dim rounded up to whole vectors, so that a small head stays small.
+// The memory of one thread.
 struct alignas(64) Scratch {
-  float query[kMaxTileRows * kMaxHeadDim];   // scaled
-  float output[kMaxTileRows * kMaxHeadDim];  // sum of weight * value, before division by row_sum
-  float keys[kKeysPerChunk * kMaxHeadDim];   // this chunk's, if converted
+  float query[kMaxRows * kMaxHeadDim];
+  uint16_t query_bits[kMaxRows * kMaxHeadDim];  // as it came, for dot products in 16 bits
+  Sums total, segment;
+  float keys[kKeysPerChunk * kMaxHeadDim];  // this chunk's, if widened
   float values[kKeysPerChunk * kMaxHeadDim];
-  float scores[kMaxTileRows * kScoreStride];  // logits, then weights
-  float row_max[kMaxTileRows], row_sum[kMaxTileRows];
-  const void* key_rows[2 * kKeysPerChunk];  // this chunk's, and behind them the next chunk's, to be prefetched
-  const void* value_rows[2 * kKeysPerChunk];
+  float scores[kMaxRows * kScoreStride];  // logits, then weights
 };
 
-using AttendTile = void (*)(const mol_attention_task& task, const Tile& tile, Scratch& scratch);
-// The kernel for a MOL_* dtype, or nullptr if this ISA is not compiled in.
-AttendTile attend_tile_scalar(int32_t dtype);
-AttendTile attend_tile_avx2(int32_t dtype);
-AttendTile attend_tile_avx512(int32_t dtype);
+struct AttentionKernel {
+  // `next`: the piece that this thread will probably take next, to be prefetched; may be null.
+  void (*attend)(const mol_attention_task& task, const Piece& piece, const Piece* next, Scratch& scratch,
+                 float* partials) = nullptr;
+  void (*join)(const mol_attention_task& task, const Join& join, Scratch& scratch, const float* partials) = nullptr;
+};
+// For a task's dtype and cache_dtype; empty if this instruction set is not compiled in.
+AttentionKernel attention_kernel_scalar(const mol_attention_task& task);
+AttentionKernel attention_kernel_avx2(const mol_attention_task& task);
+AttentionKernel attention_kernel_avx512(const mol_attention_task& task);
+AttentionKernel attention_kernel_avx512bf16(const mol_attention_task& task);
 
 }  // namespace mol

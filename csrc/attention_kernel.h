@@ -1,371 +1,436 @@
-// One tile of paged attention, for any instruction set: a template over Vec, the few vector operations that each
-// attention_<isa>.cpp defines in its own namespace (see attention_scalar.cpp for the plainest one).
+// One piece of paged attention, for any instruction set (Vec, attention_micro.h), query and output in T, cache in C.
 //
-// A tile is some query tokens of one sequence times some query heads of one key/value head; its (token, head) pairs are
-// its rows. Keys are taken in chunks that start at multiples of kKeysPerChunk, counted from the sequence's first token,
-// and everything a row adds up is added in the order of its own keys. So the bits of a row depend on its own keys
-// alone: not on threads, not on its neighbours in the tile, not on whether it comes as prefill, chunk or decode. A key
-// outside a row's range never meets the row's sums, not even with weight zero: stale memory may hold NaN.
-//
-// Neither this header nor attention.h includes a C++ library: an inline function of it, compiled with AVX-512 here,
-// could replace the baseline's copy at link time.
+// Blocks are taken in order and within a block one head after the other, so that the whole block is read in one go; the
+// keys of a head and block in chunks of up to kKeysPerChunk. Everything a row adds up is added in the order of its own
+// keys, chunk by chunk and segment by segment. So the bits of a row depend on its own keys and the block size alone: not
+// on threads, not on its neighbours in the piece, not on whether it comes as prefill, chunk or decode. A key outside a
+// row's range never meets the row's sums, not even with weight zero: stale memory may hold NaN.
 #pragma once
-#include "attention.h"
+#include "attention_micro.h"
 
 namespace mol {
 
-template <int N>
-struct Count {
-  static constexpr int value = N;
-};
+// Fp8 elements are widened through float16, whose exponent is biased by 8 more.
+template <class C>
+constexpr float kElementUnit = 1.0f;
+template <>
+constexpr float kElementUnit<Fp8> = 256.0f;
 
-template <class Vec, class T>
-class TileKernel {
+template <class Vec, class T, class C>
+class PieceKernel {
  public:
-  static void attend(const mol_attention_task& task, const Tile& tile, Scratch& scratch) {
-    TileKernel(task, tile, scratch).run();
+  static void attend(const mol_attention_task& task, const Piece& piece, const Piece* next, Scratch& scratch,
+                     float* partials) {
+    PieceKernel kernel(task, piece, scratch);
+    kernel.load_query();
+    kernel.attend_segments(next);
+    if (piece.partial < 0) {
+      kernel.store_output();
+    } else {
+      kernel.save(partials + piece.partial);
+    }
+  }
+
+  static void join(const mol_attention_task& task, const Join& join, Scratch& scratch, const float* partials) {
+    PieceKernel kernel(task, join.whole, scratch);
+    const int64_t stride = partial_floats(task, join.whole.num_rows());
+    kernel.load(scratch.total, partials + join.whole.partial);
+    for (int part = 1; part < join.num_parts; ++part) {
+      kernel.load(scratch.segment, partials + join.whole.partial + part * stride);
+      kernel.add_segment();
+    }
+    kernel.store_output();
   }
 
  private:
+  using M = Micro<Vec>;
   using V = typename Vec::V;
   static constexpr int kLanes = Vec::kLanes;
   static constexpr float kMinusInfinity = -__builtin_inff();
+  static constexpr bool kIsQuantised = sizeof(C) == 1;
+  // Whether logits are taken from the 16-bit elements themselves.
+  static constexpr bool kDots16Bit = Vec::template kHasDot16Bit<T, C>;
 
   const mol_attention_task& task_;
-  const Tile& tile_;
+  const Piece& piece_;
   Scratch& scratch_;
-  const int head_dim_, row_stride_, num_rows_;
-  const int64_t first_position_;  // of the tile's first token in its sequence
-  int64_t chunk_start_ = 0;
-  int chunk_begin_ = 0, chunk_end_ = 0;  // keys of the chunk that some row sees
-  int found_end_ = 0;                    // key_rows and value_rows are known up to here, counted from chunk_start_
+  const int head_dim_, stride_;   // of a row in scratch
+  const int rows_per_head_;       // of one key/value head
+  const int64_t first_position_;  // of the piece's first token in its sequence
+  const int64_t head_bytes_;
+  int64_t chunk_start_ = 0;  // position of the chunk's first key in the sequence
+  int chunk_len_ = 0;
 
-  TileKernel(const mol_attention_task& task, const Tile& tile, Scratch& scratch)
+  PieceKernel(const mol_attention_task& task, const Piece& piece, Scratch& scratch)
       : task_(task),
-        tile_(tile),
+        piece_(piece),
         scratch_(scratch),
         head_dim_(task.head_dim),
-        row_stride_((task.head_dim + kLanes - 1) / kLanes * kLanes),
-        num_rows_(tile.num_tokens * tile.num_heads),
-        first_position_(task.seq_lens[tile.seq] - task.query_start[tile.seq + 1] + tile.first_token) {}
+        stride_((task.head_dim + M::kPair - 1) / M::kPair * M::kPair),
+        rows_per_head_(piece.num_tokens * piece.num_heads),
+        first_position_(task.seq_lens[piece.seq] - task.query_start[piece.seq + 1] + piece.first_token),
+        head_bytes_(head_block_bytes(task)) {}
 
-  void run() {
-    load_query();
-    const int64_t end = first_position_ + tile_.num_tokens;
+  // ---------------------------------------------------------------- rows
+
+  int64_t token_of(int row) const { return piece_.first_token + row / piece_.num_heads % piece_.num_tokens; }
+  int head_of(int row) const {
+    const int kv_head = piece_.first_kv_head + row / rows_per_head_;
+    return kv_head * (task_.num_heads / task_.num_kv_heads) + piece_.first_head + row % piece_.num_heads;
+  }
+
+  void load_query() {
+    for (int row = 0; row < piece_.num_rows(); ++row) {
+      const T* source = static_cast<const T*>(task_.query) + token_of(row) * task_.query_token_stride +
+                        static_cast<int64_t>(head_of(row)) * head_dim_;
+      if constexpr (kDots16Bit) {
+        uint16_t* target = scratch_.query_bits + row * stride_;
+        __builtin_memset(target + head_dim_, 0, (stride_ - head_dim_) * sizeof(uint16_t));
+        __builtin_memcpy(target, source, head_dim_ * sizeof(uint16_t));
+      } else {
+        float* target = scratch_.query + row * stride_;
+        M::for_pairs(head_dim_, [&](int dim, int num_elements) {
+          V a, b;
+          M::load_pair(source + dim, num_elements, a, b);
+          Vec::store(target + dim, a);
+          Vec::store(target + dim + kLanes, b);
+        });
+      }
+    }
+  }
+
+  void store_output() {
+    Sums& sums = scratch_.total;
+    for (int row = 0; row < piece_.num_rows(); ++row) {
+      const int64_t token = token_of(row), head = head_of(row);
+      // A sink is a key with this logit and no value.
+      const float sink = task_.sinks ? task_.sinks[head] : kMinusInfinity;
+      const float row_max = sums.row_max[row] < sink ? sink : sums.row_max[row];
+      const float rescale = weight(sums.row_max[row], row_max);
+      const float row_sum = sums.row_sum[row] * rescale + weight(sink, row_max);
+      if (task_.log_sum_exp) {
+        task_.log_sum_exp[token * task_.num_heads + head] = row_max + __builtin_logf(row_sum);
+      }
+      const V factor = Vec::set(rescale / row_sum);
+      T* target = static_cast<T*>(task_.output) + token * task_.output_token_stride + head * head_dim_;
+      const float* output = sums.output + row * stride_;
+      M::for_pairs(head_dim_, [&](int dim, int num_elements) {
+        M::store_pair(target + dim, num_elements, Vec::mul(Vec::load(output + dim), factor),
+                      Vec::mul(Vec::load(output + dim + kLanes), factor));
+      });
+    }
+  }
+  // exp(logit - reference); 0 for a logit of minus infinity, 1 for logit = reference.
+  static float weight(float logit, float reference) {
+    if (logit == kMinusInfinity) return 0.0f;
+    return Vec::first(M::exp(Vec::set(logit - reference)));
+  }
+
+  // ---------------------------------------------------------------- sums of segments
+
+  void clear(Sums& sums) const {
+    const int num_rows = piece_.num_rows();
+    __builtin_memset(sums.output, 0, num_rows * stride_ * sizeof(float));
+    for (int row = 0; row < num_rows; ++row) sums.row_max[row] = kMinusInfinity, sums.row_sum[row] = 0.0f;
+  }
+
+  // total += segment, relative to the greater of their greatest logits.
+  void add_segment() {
+    Sums &total = scratch_.total, &segment = scratch_.segment;
+    for (int row = 0; row < piece_.num_rows(); ++row) {
+      const float total_max = total.row_max[row], segment_max = segment.row_max[row];
+      // Written so that a NaN on either side stays.
+      const float row_max = segment_max < total_max ? total_max : segment_max;
+      const float total_weight = weight(total_max, row_max), segment_weight = weight(segment_max, row_max);
+      total.row_max[row] = row_max;
+      total.row_sum[row] = total.row_sum[row] * total_weight + segment.row_sum[row] * segment_weight;
+      const V total_factor = Vec::set(total_weight), segment_factor = Vec::set(segment_weight);
+      for (int dim = row * stride_; dim < (row + 1) * stride_; dim += kLanes) {
+        const V scaled = Vec::mul(Vec::load(segment.output + dim), segment_factor);
+        Vec::store(total.output + dim, Vec::fma(Vec::load(total.output + dim), total_factor, scaled));
+      }
+    }
+  }
+
+  void save(float* partial) const {
+    const int num_rows = piece_.num_rows();
+    __builtin_memcpy(partial, scratch_.total.output, num_rows * stride_ * sizeof(float));
+    __builtin_memcpy(partial + num_rows * stride_, scratch_.total.row_max, num_rows * sizeof(float));
+    __builtin_memcpy(partial + num_rows * (stride_ + 1), scratch_.total.row_sum, num_rows * sizeof(float));
+  }
+  void load(Sums& sums, const float* partial) const {
+    const int num_rows = piece_.num_rows();
+    __builtin_memcpy(sums.output, partial, num_rows * stride_ * sizeof(float));
+    __builtin_memcpy(sums.row_max, partial + num_rows * stride_, num_rows * sizeof(float));
+    __builtin_memcpy(sums.row_sum, partial + num_rows * (stride_ + 1), num_rows * sizeof(float));
+  }
+
+  void attend_segments(const Piece* next) {
+    const int64_t end = first_position_ + piece_.num_tokens, segment = segment_keys(task_);
     int64_t begin = 0;
     if (task_.sliding_window > 0 && first_position_ + 1 > task_.sliding_window) {
       begin = first_position_ + 1 - task_.sliding_window;
     }
-    const bool converts = sizeof(T) < sizeof(float) && num_rows_ >= kMinRowsToConvert;
-    for (chunk_start_ = begin / kKeysPerChunk * kKeysPerChunk; chunk_start_ < end; chunk_start_ += kKeysPerChunk) {
-      chunk_begin_ = clamp_to_chunk(begin - chunk_start_);
-      chunk_end_ = clamp_to_chunk(end - chunk_start_);
-      find_rows(end);
-      if (converts) {
-        convert_rows();
-        attend_chunk<float>();
-      } else {
-        attend_chunk<T>();
-      }
+    bool is_first = true;
+    for (int64_t index = piece_.first_segment; index < piece_.first_segment + piece_.num_segments; ++index) {
+      const int64_t segment_begin = larger_key(begin, index * segment);
+      const int64_t segment_end = smaller_key(end, (index + 1) * segment);
+      Sums& sums = is_first ? scratch_.total : scratch_.segment;
+      clear(sums);
+      attend_keys(segment_begin, segment_end, segment_end < end, next, sums);
+      if (!is_first) add_segment();
+      is_first = false;
     }
-    store_output();
+  }
+  static int64_t smaller_key(int64_t a, int64_t b) { return a < b ? a : b; }
+  static int64_t larger_key(int64_t a, int64_t b) { return a < b ? b : a; }
+
+  // ---------------------------------------------------------------- chunks
+
+  const char* head_block(int32_t seq, int64_t position, int kv_head) const {
+    const int64_t block = task_.block_table[seq * task_.block_table_stride + position / task_.block_size];
+    return static_cast<const char*>(task_.kv_cache) + (block * task_.num_kv_heads + kv_head) * head_bytes_;
+  }
+  int64_t value_offset() const { return static_cast<int64_t>(task_.block_size) * head_dim_ * sizeof(C); }
+
+  // The lines of the chunk that begins at or around `position`.
+  Lines lines_of(int32_t seq, int64_t position, int kv_head) const {
+    const int offset = static_cast<int>(position % task_.block_size) / kKeysPerChunk * kKeysPerChunk;
+    const char* key = head_block(seq, position, kv_head) + offset * head_dim_ * sizeof(C);
+    const int64_t num_bytes = smaller(kKeysPerChunk, task_.block_size - offset) * head_dim_ * sizeof(C);
+    return Lines(key, key + value_offset(), num_bytes);
   }
 
-  static int clamp_to_chunk(int64_t key) {
-    return key < 0 ? 0 : key > kKeysPerChunk ? kKeysPerChunk : static_cast<int>(key);
+  // Keys [begin, end) for all rows. Behind them come more of this sequence's, or the next piece's.
+  void attend_keys(int64_t begin, int64_t end, bool goes_on, const Piece* next, Sums& sums) {
+    for (int64_t block_start = begin / task_.block_size * task_.block_size; block_start < end;
+         block_start += task_.block_size) {
+      const int block_begin = static_cast<int>(larger_key(begin - block_start, 0)) / kKeysPerChunk * kKeysPerChunk;
+      const int block_end = static_cast<int>(smaller_key(end - block_start, task_.block_size));
+      for (int head = 0; head < piece_.num_kv_heads; ++head) {
+        const int kv_head = piece_.first_kv_head + head;
+        const char* block = head_block(piece_.seq, block_start, kv_head);
+        for (int offset = block_begin; offset < block_end; offset += kKeysPerChunk) {
+          chunk_start_ = block_start + offset;
+          chunk_len_ = smaller(kKeysPerChunk, task_.block_size - offset);
+          Lines lines;
+          if (offset + kKeysPerChunk < block_end) {
+            lines = lines_of(piece_.seq, chunk_start_ + kKeysPerChunk, kv_head);
+          } else if (head + 1 < piece_.num_kv_heads) {
+            lines = lines_of(piece_.seq, block_start + block_begin, kv_head + 1);
+          } else if (block_start + task_.block_size < end || goes_on) {
+            lines = lines_of(piece_.seq, block_start + task_.block_size, piece_.first_kv_head);
+          } else if (next != nullptr) {
+            lines = lines_of(next->seq, next->first_segment * segment_keys(task_), next->first_kv_head);
+          }
+          attend_chunk(block, offset, head * rows_per_head_, larger_key(begin, chunk_start_), sums, lines);
+        }
+      }
+    }
   }
 
   // The keys of this chunk that a row sees, causally and through the window: [row_begin, row_end). Both grow with
-  // the row.
-  int row_end(int row) const { return clamp_to_chunk(first_position_ + row / tile_.num_heads + 1 - chunk_start_); }
+  // the row within a key/value head. Nothing before `first_key`, which the segment or the window of all begins with.
+  int row_end(int row) const { return clamp_to_chunk(position_of(row) + 1 - chunk_start_); }
   int row_begin(int row) const {
-    if (task_.sliding_window == 0) return 0;
-    return clamp_to_chunk(first_position_ + row / tile_.num_heads + 1 - task_.sliding_window - chunk_start_);
+    return task_.sliding_window ? clamp_to_chunk(position_of(row) + 1 - task_.sliding_window - chunk_start_) : 0;
+  }
+  int64_t position_of(int row) const { return first_position_ + row % rows_per_head_ / piece_.num_heads; }
+  int clamp_to_chunk(int64_t key) const {
+    return key < 0 ? 0 : key > chunk_len_ ? chunk_len_ : static_cast<int>(key);
   }
 
-  // Calls body(first_row, Count<R>) for groups of R = 4, 2 or 1 rows, at most what the registers hold.
-  template <class Body>
-  void for_row_groups(Body body) const {
-    int row = 0;
-    if constexpr (Vec::kMaxRows >= 4) {
-      for (; row + 4 <= num_rows_; row += 4) body(row, Count<4>());
+  void attend_chunk(const char* block, int offset, int first_row, int64_t first_key, Sums& sums, Lines& lines) {
+    const C* keys = reinterpret_cast<const C*>(block) + offset * head_dim_;
+    const C* values = reinterpret_cast<const C*>(block + value_offset()) + offset * head_dim_;
+    const float *key_scales = nullptr, *value_scales = nullptr;
+    if constexpr (kIsQuantised) {
+      key_scales = reinterpret_cast<const float*>(block + 2 * value_offset()) + offset;
+      value_scales = key_scales + task_.block_size;
     }
-    if constexpr (Vec::kMaxRows >= 2) {
-      for (; row + 2 <= num_rows_; row += 2) body(row, Count<2>());
-    }
-    for (; row < num_rows_; ++row) body(row, Count<1>());
-  }
+    const int last_row = first_row + rows_per_head_;
+    const int begin = static_cast<int>(first_key - chunk_start_), end = row_end(last_row - 1);
+    // About 3/8 of the next chunk's lines go with the logits, 1/8 with the softmax, the rest with the values.
+    const int num_groups = (rows_per_head_ + 3) / 4, num_lines = lines.num_left();
+    const int key_lines = divided(num_lines * 3, 8 * num_groups * (kKeysPerChunk / 4));
+    const int softmax_lines = divided(num_lines, 8 * rows_per_head_);
+    const int value_lines = divided(num_lines, 2 * num_groups * (kKeysPerChunk / 4) * larger(1, head_dim_ / M::kPair));
 
-  // head_dim is a multiple of 8, so what whole vectors of 16 lanes leave over is exactly 8.
-  template <class Body>
-  void for_dims(Body body) const {
-    int dim = 0;
-    for (; dim + kLanes <= head_dim_; dim += kLanes) body(dim, Count<0>());
-    if constexpr (kLanes > 8) {
-      if (dim < head_dim_) body(dim, Count<1>());
-    }
-  }
-  template <int kIsHalf, class S>
-  static V load(const S* source) {
-    if constexpr (kIsHalf) {
-      return Vec::load_half(source);
+    if (sizeof(C) < sizeof(float) && rows_per_head_ >= kMinRowsToConvert) {
+      if constexpr (kDots16Bit) {
+        score_rows(first_row, last_row, keys, end, lines, key_lines);
+      } else {
+        widen(keys, begin, end, scratch_.keys);
+        score_rows(first_row, last_row, scratch_.keys, end, lines, key_lines);
+      }
+      widen(values, begin, end, scratch_.values);
+      weigh_rows(first_row, last_row, key_scales, value_scales, sums, lines, softmax_lines);
+      add_rows(first_row, last_row, scratch_.values, stride_, sums, lines, value_lines);
     } else {
-      return Vec::load(source);
+      score_rows(first_row, last_row, keys, end, lines, key_lines);
+      weigh_rows(first_row, last_row, key_scales, value_scales, sums, lines, softmax_lines);
+      add_rows(first_row, last_row, values, head_dim_, sums, lines, value_lines);
     }
+    lines.fetch(lines.num_left());
   }
+  static int divided(int a, int b) { return (a + b - 1) / b; }
 
-  void load_query() {
-    const V scale = Vec::set(task_.scale);
-    for (int row = 0; row < num_rows_; ++row) {
-      const T* source = static_cast<const T*>(task_.query) + token_of(row) * task_.query_token_stride +
-                        static_cast<int64_t>(head_of(row)) * head_dim_;
-      float* query = scratch_.query + row * row_stride_;
-      float* output = scratch_.output + row * row_stride_;
-      for_dims([&](int dim, auto half) {
-        Vec::store(query + dim, Vec::mul(load<decltype(half)::value>(source + dim), scale));
-        Vec::store(output + dim, Vec::set(0.0f));
+  // Keys [begin, end) as fp32, [keys, stride] in load_pair's order: what Micro then loads as pairs is the same.
+  void widen(const C* source, int begin, int end, float* target) const {
+    for (int key = begin; key < end; ++key) {
+      M::for_pairs(head_dim_, [&](int dim, int num_elements) {
+        V a, b;
+        M::load_pair(source + key * head_dim_ + dim, num_elements, a, b);
+        Vec::store(target + key * stride_ + dim, a);
+        Vec::store(target + key * stride_ + dim + kLanes, b);
       });
-      // A sink is a key with this logit and no value.
-      scratch_.row_max[row] = task_.sinks ? task_.sinks[head_of(row)] : kMinusInfinity;
-      scratch_.row_sum[row] = scratch_.row_max[row] > kMinusInfinity ? 1.0f : 0.0f;
     }
   }
-  int64_t token_of(int row) const { return tile_.first_token + row / tile_.num_heads; }
-  int head_of(int row) const { return tile_.first_head + row % tile_.num_heads; }
 
-  void store_output() {
-    for (int row = 0; row < num_rows_; ++row) {
-      T* target = static_cast<T*>(task_.output) + token_of(row) * task_.output_token_stride +
-                  static_cast<int64_t>(head_of(row)) * head_dim_;
-      const float* output = scratch_.output + row * row_stride_;
-      const V factor = Vec::set(1.0f / scratch_.row_sum[row]);
-      for_dims([&](int dim, auto half) {
-        const V result = Vec::mul(Vec::load(output + dim), factor);
-        if constexpr (decltype(half)::value) {
-          Vec::store_half(target + dim, result);
-        } else {
-          Vec::store(target + dim, result);
+  template <class S>
+  void score_rows(int first_row, int last_row, const S* keys, int end, Lines& lines, int lines_per_4_keys) {
+    M::for_row_groups(first_row, last_row, [&](int row, auto group) {
+      constexpr int R = decltype(group)::value, K = M::kSums / R;
+      const int group_end = smaller(end, row_end(row + R - 1));
+      int key = row_begin(row) / K * K;
+      for (; key < group_end && key + K <= chunk_len_; key += K) {
+        lines.fetch(K < 4 ? lines_per_4_keys / 2 : lines_per_4_keys * (K / 4));
+        score<S, R, K>(row, keys, key);
+      }
+      for (; key < group_end; ++key) score<S, R, 1>(row, keys, key);  // never the memory behind the block
+    });
+  }
+  template <class S, int R, int K>
+  void score(int row, const S* keys, int key) {
+    float* scores = scratch_.scores + row * kScoreStride + key;
+    if constexpr (kDots16Bit) {
+      M::template dot_products_16_bit<R, K>(scratch_.query_bits + row * stride_, stride_, keys + key * head_dim_,
+                                            head_dim_, scores);
+    } else {
+      const int key_stride = sizeof(S) == sizeof(float) && sizeof(C) < sizeof(float) ? stride_ : head_dim_;
+      M::template dot_products<S, R, K>(scratch_.query + row * stride_, stride_, keys + key * key_stride, key_stride,
+                                        scores);
+    }
+  }
+
+  // Online softmax: turns a row's logits of this chunk into weights relative to the greatest logit so far, and rescales
+  // what the row has summed up under the old one. Lanes stand for keys at fixed places of the chunk.
+  void weigh_rows(int first_row, int last_row, const float* key_scales, const float* value_scales, Sums& sums,
+                  Lines& lines, int lines_per_row) {
+    for (int row = first_row; row < last_row; ++row) {
+      lines.fetch(lines_per_row);
+      const int begin = row_begin(row), end = row_end(row);
+      if (begin >= end) continue;
+      float* scores = scratch_.scores + row * kScoreStride;
+      V lane_max = Vec::set(sums.row_max[row]);
+      for (int key = 0; key < kKeysPerChunk; key += kLanes) {
+        const V logits = seen(logits_of(scores, key_scales, key), key, begin, end);
+        Vec::store(scores + key, logits);
+        lane_max = Vec::max(lane_max, logits);
+      }
+      const float new_max = Vec::reduce_max(lane_max);
+      // All logits minus infinity so far: any finite reference gives weight zero.
+      const V reference = Vec::set(new_max == kMinusInfinity ? 0.0f : new_max);
+      V lane_sum = Vec::set(0.0f);
+      for (int key = 0; key < kKeysPerChunk; key += kLanes) {
+        V weights = M::exp(Vec::sub(Vec::load(scores + key), reference));
+        lane_sum = Vec::add(lane_sum, weights);
+        if constexpr (kIsQuantised) {
+          const V scale = Vec::mul(load_scales(value_scales, key), Vec::set(kElementUnit<C>));
+          weights = seen(Vec::mul(weights, scale), key, begin, end);
         }
-      });
-    }
-  }
-
-  // Looks up where the keys and values of this chunk and the next lie. The cache is [num_blocks, Hk, 2 (K, V), B, D].
-  void find_rows(int64_t end) {
-    const int64_t block_elements = static_cast<int64_t>(task_.block_size) * head_dim_;
-    const int32_t* block_table = task_.block_table + tile_.seq * task_.block_table_stride;
-    const int64_t left_in_sequence = end - chunk_start_;
-    found_end_ = left_in_sequence < 2 * kKeysPerChunk ? static_cast<int>(left_in_sequence) : 2 * kKeysPerChunk;
-    for (int key = chunk_begin_; key < found_end_;) {
-      const int64_t position = chunk_start_ + key;
-      const int64_t block = block_table[position / task_.block_size];
-      const int64_t offset = position % task_.block_size;
-      const T* row = static_cast<const T*>(task_.kv_cache) +
-                     (block * task_.num_kv_heads + tile_.kv_head) * 2 * block_elements + offset * head_dim_;
-      for (int64_t left = task_.block_size - offset; left > 0 && key < found_end_; --left, ++key, row += head_dim_) {
-        scratch_.key_rows[key] = row;
-        scratch_.value_rows[key] = row + block_elements;
+        Vec::store(scores + key, weights);
+      }
+      const V rescale = M::exp(Vec::sub(Vec::set(sums.row_max[row]), reference));
+      const V row_sum = Vec::fma(Vec::set(sums.row_sum[row]), rescale, Vec::set(Vec::reduce_sum(lane_sum)));
+      sums.row_sum[row] = Vec::first(row_sum);
+      sums.row_max[row] = new_max;
+      if (Vec::first(rescale) != 1.0f) {
+        float* output = sums.output + row * stride_;
+        for (int dim = 0; dim < stride_; dim += kLanes) {
+          Vec::store(output + dim, Vec::mul(Vec::load(output + dim), rescale));
+        }
       }
     }
   }
-
-  // Decode waits for memory: while the first rows' dot products read K, this chunk's V is fetched, and while they add
-  // V, the next chunk's K. Converted chunks have been read already.
-  template <class S>
-  static constexpr bool kPrefetches = sizeof(S) == sizeof(T);
-  static void prefetch(const void* row, int begin, int end) {
-    for (int offset = begin * sizeof(T); offset < end * static_cast<int>(sizeof(T)); offset += 64) {
-      __builtin_prefetch(static_cast<const char*>(row) + offset);
-    }
+  V logits_of(const float* scores, const float* key_scales, int key) const {
+    V logits = Vec::mul(Vec::load(scores + key), Vec::set(task_.scale * kElementUnit<C>));
+    if constexpr (kIsQuantised) logits = Vec::mul(logits, load_scales(key_scales, key));
+    return task_.soft_cap > 0.0f ? capped(logits) : logits;
   }
-
-  void convert_rows() {
-    for (int key = chunk_begin_; key < chunk_end_; ++key) {
-      convert_row(scratch_.key_rows[key], scratch_.keys + key * row_stride_);
-      convert_row(scratch_.value_rows[key], scratch_.values + key * row_stride_);
-    }
+  // Scales of keys [key, key + kLanes), not beyond the block; what lies there is masked afterwards.
+  V load_scales(const float* scales, int key) const {
+    if (key + kLanes <= chunk_len_) return Vec::load(scales + key);
+    float part[kLanes] = {};
+    for (int lane = 0; key + lane < chunk_len_; ++lane) part[lane] = scales[key + lane];
+    return Vec::load(part);
   }
-  void convert_row(const void*& row, float* target) {
-    const T* source = static_cast<const T*>(row);
-    for_dims([&](int dim, auto half) { Vec::store(target + dim, load<decltype(half)::value>(source + dim)); });
-    row = target;
-  }
-
-  // S: the element type that key_rows and value_rows point at.
-  template <class S>
-  void attend_chunk() {
-    for_row_groups([&](int row, auto group) {
-      constexpr int R = decltype(group)::value;
-      const int begin = row_begin(row), end = row_end(row + R - 1);
-      for (int key = begin; key < end; key += kKeysPerStep) dot_products<S, R>(row, key, end);
-    });
-    for (int row = 0; row < num_rows_; ++row) {
-      if (row_begin(row) < row_end(row)) update_softmax(row, row_begin(row), row_end(row));
+  // Minus infinity in the lanes of keys outside [begin, end); as weights these are not used.
+  static V seen(V x, int key, int begin, int end) {
+    if (begin <= key && key + kLanes <= end) return x;
+    float lanes[kLanes];
+    Vec::store(lanes, x);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (key + lane < begin || key + lane >= end) lanes[lane] = kMinusInfinity;
     }
-    for_row_groups([&](int row, auto group) {
-      constexpr int R = decltype(group)::value;
-      // The keys that all R rows see go together; before and after them each row goes alone.
-      int common_begin = row_begin(row + R - 1);
-      const int common_end = row_end(row) > common_begin ? row_end(row) : common_begin;
-      for (int r = row; r < row + R; ++r) add_values<S, 1>(r, row_begin(r), min(common_begin, row_end(r)));
-      add_values<S, R>(row, common_begin, common_end);
-      for (int r = row; r < row + R; ++r) add_values<S, 1>(r, max(common_end, row_begin(r)), row_end(r));
-    });
-  }
-  static int min(int a, int b) { return a < b ? a : b; }
-  static int max(int a, int b) { return a < b ? b : a; }
-
-  // scores[row + r][key + k] = query[row + r] . K[key + k] for R rows and kKeysPerStep keys.
-  // AVX-512, R = 4: 16 sums + 4 keys + 1 query of 32 registers; AVX2, R = 2: 8 + 4 + 1 of 16. In decode bound by DRAM
-  // reads of K (sizeof(S) bytes per 2 R FLOP), in prefill by the two loads per cycle that feed 16 FMAs from 8 loads.
-  template <class S, int R>
-  void dot_products(int row, int key, int end) {
-    const float* query = scratch_.query + row * row_stride_;
-    const S* keys[kKeysPerStep];
-    for (int k = 0; k < kKeysPerStep; ++k) {  // past the end the last key is read again, never the memory behind it
-      keys[k] = static_cast<const S*>(scratch_.key_rows[min(key + k, end - 1)]);
-      if (kPrefetches<S> && row == 0) prefetch(scratch_.value_rows[min(key + k, end - 1)], 0, head_dim_);
-    }
-    V sums[R][kKeysPerStep];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int k = 0; k < kKeysPerStep; ++k) sums[r][k] = Vec::set(0.0f);
-    }
-    for_dims([&](int dim, auto half) {
-      V key_part[kKeysPerStep];
-#pragma GCC unroll 4
-      for (int k = 0; k < kKeysPerStep; ++k) key_part[k] = load<decltype(half)::value>(keys[k] + dim);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const V query_part = Vec::load(query + r * row_stride_ + dim);
-#pragma GCC unroll 4
-        for (int k = 0; k < kKeysPerStep; ++k) sums[r][k] = Vec::fma(query_part, key_part[k], sums[r][k]);
-      }
-    });
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) Vec::store_sums(scratch_.scores + (row + r) * kScoreStride + key, sums[r]);
-  }
-
-  // Online softmax: turns a row's logits [begin, end) of this chunk into weights relative to the greatest logit so far,
-  // and rescales what the row has summed up under the old one. Lanes stand for keys at fixed places of the chunk.
-  void update_softmax(int row, int begin, int end) {
-    float* scores = scratch_.scores + row * kScoreStride;
-    if (task_.soft_cap > 0.0f) {
-      for (int key = begin / kLanes * kLanes; key < end; key += kLanes) {
-        Vec::store(scores + key, capped(Vec::load(scores + key)));
-      }
-    }
-    for (int key = 0; key < begin; ++key) scores[key] = kMinusInfinity;
-    for (int key = end; key < kKeysPerChunk; ++key) scores[key] = kMinusInfinity;
-
-    V lane_max = Vec::set(scratch_.row_max[row]);
-    for (int key = 0; key < kKeysPerChunk; key += kLanes) lane_max = Vec::max(lane_max, Vec::load(scores + key));
-    const float new_max = Vec::reduce_max(lane_max);
-    // All logits minus infinity so far: any finite reference gives weight zero.
-    const V reference = Vec::set(new_max == kMinusInfinity ? 0.0f : new_max);
-
-    V lane_sum = Vec::set(0.0f);
-    for (int key = 0; key < kKeysPerChunk; key += kLanes) {
-      const V weight = exp(Vec::sub(Vec::load(scores + key), reference));
-      Vec::store(scores + key, weight);
-      lane_sum = Vec::add(lane_sum, weight);
-    }
-    const V rescale = exp(Vec::sub(Vec::set(scratch_.row_max[row]), reference));
-    const V old_sum = Vec::set(scratch_.row_sum[row]);
-    scratch_.row_sum[row] = Vec::first(Vec::fma(old_sum, rescale, Vec::set(Vec::reduce_sum(lane_sum))));
-    scratch_.row_max[row] = new_max;
-    if (Vec::first(rescale) != 1.0f) {
-      float* output = scratch_.output + row * row_stride_;
-      for (int dim = 0; dim < row_stride_; dim += kLanes) {
-        Vec::store(output + dim, Vec::mul(Vec::load(output + dim), rescale));
-      }
-    }
-  }
-
-  // exp(x) for x <= 0, to 2 units in the last place; 0 below the smallest normal number; NaN stays NaN.
-  // x = n ln 2 + r, the polynomial is the classic Cephes one for exp(r), |r| <= ln(2) / 2.
-  static V exp(V x) {
-    const V n = Vec::round(Vec::mul(x, Vec::set(1.44269504088896341f)));
-    V r = Vec::fma(n, Vec::set(-0.693359375f), x);  // ln 2 in two parts, the first exact in few bits
-    r = Vec::fma(n, Vec::set(2.12194440e-4f), r);
-    V p = Vec::set(1.9875691500e-4f);
-    p = Vec::fma(p, r, Vec::set(1.3981999507e-3f));
-    p = Vec::fma(p, r, Vec::set(8.3334519073e-3f));
-    p = Vec::fma(p, r, Vec::set(4.1665795894e-2f));
-    p = Vec::fma(p, r, Vec::set(1.6666665459e-1f));
-    p = Vec::fma(p, r, Vec::set(5.0000001201e-1f));
-    p = Vec::fma(Vec::mul(r, r), p, Vec::add(r, Vec::set(1.0f)));
-    return Vec::zero_if_less(x, Vec::set(-87.33f), Vec::times_power_of_two(p, n));
+    return Vec::load(lanes);
   }
 
   // cap * tanh(logit / cap), by tanh|y| = (1 - e) / (1 + e) with e = exp(-2 |y|).
   V capped(V logit) const {
     const V one = Vec::set(1.0f);
     const V y = Vec::mul(logit, Vec::set(1.0f / task_.soft_cap));
-    const V e = exp(Vec::mul(Vec::abs(y), Vec::set(-2.0f)));
+    const V e = M::exp(Vec::mul(Vec::abs(y), Vec::set(-2.0f)));
     const V magnitude = Vec::mul(Vec::set(task_.soft_cap), Vec::div(Vec::sub(one, e), Vec::add(one, e)));
     return Vec::copy_sign(magnitude, logit);
   }
 
-  // output[row + r] += weights[row + r][begin..end) * V[begin..end), key after key.
-  template <class S, int R>
-  void add_values(int row, int begin, int end) {
-    if (begin >= end) return;
-    int dim = 0;
-    for (; dim + 4 * kLanes <= head_dim_; dim += 4 * kLanes) add_value_part<S, R, 4, 0>(row, begin, end, dim);
-    for (; dim + kLanes <= head_dim_; dim += kLanes) add_value_part<S, R, 1, 0>(row, begin, end, dim);
-    if constexpr (kLanes > 8) {
-      if (dim < head_dim_) add_value_part<S, R, 1, 1>(row, begin, end, dim);
-    }
-  }
-
-  // The sums of R rows times N vectors of dims stay in registers over the keys. AVX-512: 16 sums + 4 values of 32;
-  // AVX2: 8 + 4 + 2 of 16. Bound like dot_products, and without its reduction at the end.
-  template <class S, int R, int N, int kIsHalf>
-  void add_value_part(int row, int begin, int end, int dim) {
-    const float* weights = scratch_.scores + row * kScoreStride;
-    float* output = scratch_.output + row * row_stride_ + dim;
-    V sums[R][N];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sums[r][n] = Vec::load(output + r * row_stride_ + n * kLanes);
-    }
-    for (int key = begin; key < end; ++key) {
-      const S* value = static_cast<const S*>(scratch_.value_rows[key]) + dim;
-      if (kPrefetches<S> && row == 0) {
-        prefetch(scratch_.key_rows[min(key + kKeysPerChunk, found_end_ - 1)], dim, dim + N * kLanes);
-      }
-      V value_part[N];
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) value_part[n] = load<kIsHalf>(value + n * kLanes);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const V weight = Vec::set(weights[r * kScoreStride + key]);
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) sums[r][n] = Vec::fma(weight, value_part[n], sums[r][n]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) Vec::store(output + r * row_stride_ + n * kLanes, sums[r][n]);
-    }
+  template <class S>
+  void add_rows(int first_row, int last_row, const S* values, int value_stride, Sums& sums, Lines& lines,
+                int lines_per_step) {
+    M::for_row_groups(first_row, last_row, [&](int row, auto group) {
+      constexpr int R = decltype(group)::value;
+      // The keys that all R rows see go together; before and after them each row goes alone.
+      int common_begin = row_begin(row + R - 1);
+      const int common_end = larger(row_end(row), common_begin);
+      const auto add = [&](int r, int begin, int end, auto count) {
+        M::template add_values<S, decltype(count)::value>(scratch_.scores + r * kScoreStride, values, begin, end,
+                                                          value_stride, sums.output + r * stride_, stride_, lines,
+                                                          lines_per_step);
+      };
+      for (int r = row; r < row + R; ++r) add(r, row_begin(r), smaller(common_begin, row_end(r)), Count<1>());
+      add(row, common_begin, common_end, Count<R>());
+      for (int r = row; r < row + R; ++r) add(r, larger(common_end, row_begin(r)), row_end(r), Count<1>());
+    });
   }
 };
 
-template <class Vec>
-AttendTile tile_kernel_for(int32_t dtype) {
-  switch (dtype) {
-    case MOL_FLOAT32:
-      return TileKernel<Vec, float>::attend;
-    case MOL_BFLOAT16:
-      return TileKernel<Vec, BFloat16>::attend;
-    case MOL_FLOAT16:
-      return TileKernel<Vec, Float16>::attend;
+template <class Vec, class T, class C>
+AttentionKernel piece_kernel() {
+  return {PieceKernel<Vec, T, C>::attend, PieceKernel<Vec, T, C>::join};
+}
+
+template <class Vec, class T>
+AttentionKernel kernel_for_cache(int32_t cache_dtype) {
+  switch (cache_dtype) {
+    case MOL_INT8:
+      return piece_kernel<Vec, T, Int8>();
+    case MOL_FP8_E4M3:
+      return piece_kernel<Vec, T, Fp8>();
     default:
-      return nullptr;
+      return piece_kernel<Vec, T, T>();
+  }
+}
+
+template <class Vec>
+AttentionKernel kernel_for_task(const mol_attention_task& task) {
+  switch (task.dtype) {
+    case MOL_FLOAT32:
+      return kernel_for_cache<Vec, float>(task.cache_dtype);
+    case MOL_BFLOAT16:
+      return kernel_for_cache<Vec, BFloat16>(task.cache_dtype);
+    default:
+      return kernel_for_cache<Vec, Float16>(task.cache_dtype);
   }
 }
 

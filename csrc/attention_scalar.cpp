@@ -21,7 +21,9 @@ float float_of(uint32_t bits) {
 struct Vec {
   using V = float;
   static constexpr int kLanes = 1;
-  static constexpr int kMaxRows = 1;
+  static constexpr int kSums = 1;
+  template <class T, class C>
+  static constexpr bool kHasDot16Bit = false;
 
   static V set(float x) { return x; }
   static V fma(V a, V b, V c) { return a * b + c; }
@@ -39,20 +41,37 @@ struct Vec {
   static V zero_if_less(V x, V limit, V a) { return x < limit ? 0.0f : a; }
 
   static V load(const float* p) { return *p; }
-  static V load(const BFloat16* p) { return float_of(static_cast<uint32_t>(p->bits) << 16); }
-  static V load(const Float16* p) {
+  static V widen(const BFloat16* p) { return float_of(static_cast<uint32_t>(p->bits) << 16); }
+  static V widen(const Float16* p) {
     const uint32_t sign = (p->bits & 0x8000u) << 16, magnitude = p->bits & 0x7fffu;
     if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);  // infinity, NaN
     return copysignf(float_of(magnitude << 13) * 0x1p112f, float_of(sign));  // 2^(127 - 15): subnormals come out right
   }
 
+  static V widen(const float* p) { return *p; }
+  static V widen(const Int8* p) { return p->bits; }
+  static V widen(const Fp8* p) {  // through float16, which makes it 2^-8 of the value (kElementUnit)
+    const Float16 half = {static_cast<uint16_t>((p->bits & 0x80) << 8 | (p->bits & 0x7f) << 7)};
+    return widen(&half);
+  }
+  template <class S>
+  static void load_pair(const S* p, V& a, V& b) {
+    a = widen(p), b = widen(p + 1);
+  }
+  // head_dim is a multiple of 8, so that no pair is left in part.
+  template <class S>
+  static void load_part(const S* p, int, V& a, V& b) {
+    load_pair(p, a, b);
+  }
+
   static void store(float* p, V a) { *p = a; }
+  static void narrow(float* p, V a) { *p = a; }
   // To bfloat16, nearest even; any NaN becomes the quiet one.
-  static void store(BFloat16* p, V a) {
+  static void narrow(BFloat16* p, V a) {
     const uint32_t bits = bits_of(a);
     p->bits = a != a ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
-  static void store(Float16* p, V a) {
+  static void narrow(Float16* p, V a) {
     const uint32_t sign = bits_of(a) >> 16 & 0x8000, magnitude = bits_of(a) & 0x7fffffff;
     uint32_t bits;
     if (magnitude > 0x7f800000) {
@@ -66,15 +85,24 @@ struct Vec {
     }
     p->bits = static_cast<uint16_t>(sign | bits);
   }
+  template <class T>
+  static void store_pair(T* p, V a, V b) {
+    narrow(p, a);
+    narrow(p + 1, b);
+  }
+  template <class T>
+  static void store_part(T* p, int, V a, V b) {
+    store_pair(p, a, b);
+  }
 
   static float first(V a) { return a; }
   static float reduce_sum(V a) { return a; }
   static float reduce_max(V a) { return a; }
-  static void store_sums(float* p, const V (&sums)[4]) {
-    for (int k = 0; k < 4; ++k) p[k] = sums[k];
-  }
+  static void sum_lanes(const V (&sums)[kSums], float* totals) { totals[0] = sums[0]; }
 };
 
 }  // namespace mol::scalar
 
-mol::AttendTile mol::attend_tile_scalar(int32_t dtype) { return tile_kernel_for<scalar::Vec>(dtype); }
+mol::AttentionKernel mol::attention_kernel_scalar(const mol_attention_task& task) {
+  return kernel_for_task<scalar::Vec>(task);
+}

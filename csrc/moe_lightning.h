@@ -92,8 +92,8 @@ MOL_API int64_t mol_stream_drain_records(mol_stream* stream, mol_record* records
 MOL_API int32_t mol_stream_set_affinity(mol_stream* stream, const int32_t* cpus, int32_t num_cpus);
 
 // ---------------------------------------------------------------- attention
-enum { MOL_FLOAT32 = 0, MOL_BFLOAT16 = 1, MOL_FLOAT16 = 2 };
-enum { MOL_ISA_AUTO = 0, MOL_ISA_SCALAR = 1, MOL_ISA_AVX2 = 2, MOL_ISA_AVX512 = 3 };
+enum { MOL_FLOAT32 = 0, MOL_BFLOAT16 = 1, MOL_FLOAT16 = 2, MOL_INT8 = 3, MOL_FP8_E4M3 = 4 };
+enum { MOL_ISA_AUTO = 0, MOL_ISA_SCALAR = 1, MOL_ISA_AVX2 = 2, MOL_ISA_AVX512 = 3, MOL_ISA_AVX512BF16 = 4 };
 enum {
   MOL_OK = 0,
   MOL_ERROR_BAD_ARGUMENT = 1,
@@ -117,7 +117,9 @@ typedef struct {
   const void* value;  // [T, Hk, D]
   void* output;       // [T, Hq, D]
   int64_t query_token_stride, key_token_stride, value_token_stride, output_token_stride;
-  void* kv_cache;              // [num_blocks, Hk, 2 (K, V), B, D], contiguous
+  // [num_blocks, Hk, 2 (K, V), B, D], contiguous. If quantised, [num_blocks, Hk, head bytes]: K [B, D], V [B, D], one
+  // byte each, then the tokens' K scales [B] and V scales [B] in fp32; an element is worth its number times the scale.
+  void* kv_cache;
   int64_t num_blocks;          // block ids are checked against it
   const int32_t* block_table;  // [S, block_table_stride]
   int64_t block_table_stride;
@@ -125,8 +127,10 @@ typedef struct {
   const int32_t* seq_lens;      // [S] context length, the new tokens included
   const int64_t* slot_mapping;  // [T] block * B + offset where the token's K and V go; negative: not written
   const float* sinks;           // [Hq] extra logit per head without a value, or NULL
+  float* log_sum_exp;           // [T, Hq] log of the sum of exp(logit), sinks included, or NULL
   int32_t num_seqs, num_tokens, num_heads, num_kv_heads, head_dim, block_size;
-  int32_t dtype;           // of query, key, value, output and cache alike
+  int32_t dtype;           // of query, key, value and output: MOL_FLOAT32, _BFLOAT16 or _FLOAT16
+  int32_t cache_dtype;     // the same, or MOL_INT8 or MOL_FP8_E4M3 with a scale per token and head, found on append
   int32_t isa;             // MOL_ISA_*
   int32_t sliding_window;  // a query sees itself and the window-1 tokens before it; 0: no window
   int32_t append;          // 0: the cache holds the new tokens already
@@ -138,7 +142,8 @@ typedef struct {
 
 // Causal: query token i of a sequence sees keys up to seq_len - query_len + i. Signature fits mol_stream_call.
 MOL_API int32_t mol_attention(const void* task);
-// The best ISA this CPU and OS can run (MOL_ISA_*), and whether one is compiled in and runnable.
+// What MOL_ISA_AUTO means here: the fastest that this CPU and OS can run, or MOL_ISA_SCALAR where there is no vector
+// kernel to be had (AUTO is refused then). And whether one is compiled in and runnable.
 MOL_API int32_t mol_best_isa(void);
 MOL_API int32_t mol_isa_available(int32_t isa);
 

@@ -20,6 +20,8 @@ struct mol_pool {
   mol_pool(const mol_pool&) = delete;
   mol_pool& operator=(const mol_pool&) = delete;
 
+  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }  // the caller of run() included
+
   // Calls body(context, piece) once for each piece in 0..num_pieces-1 and returns when all are done: a barrier.
   // Two callers take turns.
   void run(int64_t num_pieces, Body body, void* context);

@@ -22,6 +22,7 @@ ISA_BY_NAME = {
     "scalar": native.ISA_SCALAR,
     "avx2": native.ISA_AVX2,
     "avx512": native.ISA_AVX512,
+    "avx512bf16": native.ISA_AVX512BF16,
 }
 DTYPE_CODES = {
     torch.float32: native.FLOAT32,
@@ -37,7 +38,7 @@ def supported_head_dims() -> tuple[int, ...]:
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that are compiled in and that this CPU and OS can run, by name, slowest first."""
+    """The instruction sets that are compiled in and that this CPU and OS can run, by name, in the order of their age."""
     library = native.library()
     return tuple(n for n, isa in ISA_BY_NAME.items() if n != "auto" and library.mol_isa_available(isa))
 
@@ -53,7 +54,8 @@ def resolve_isa(name: str) -> str:
                 "CPU attention needs AVX2 or AVX-512, and this CPU (or its OS) has neither; run it on another machine "
                 '(the kernels\' tests can ask for the plain one by isa="scalar"; it is many times slower)'
             )
-        return available[-1]
+        best = native.library().mol_best_isa()
+        return next(known for known, isa in ISA_BY_NAME.items() if isa == best)
     if name not in available:
         raise UnsupportedError(f"CPU attention cannot run {name} here; available: {', '.join(available)}")
     return name
@@ -141,6 +143,7 @@ class AttentionTask:
             block_size=block_size,
             head_dim=head_dim,
             dtype=DTYPE_CODES[kv_cache.dtype],
+            cache_dtype=DTYPE_CODES[kv_cache.dtype],
             isa=ISA_BY_NAME[resolve_isa(isa)],
             num_heads=num_kv_heads,
             scale=head_dim**-0.5 if scale is None else scale,

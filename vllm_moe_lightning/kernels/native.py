@@ -22,8 +22,8 @@ ABI_VERSION = 2
 REBUILD = "build it again: pip install --no-deps --force-reinstall . (editable: pip install --no-deps -e .)"
 
 TIMING_EAGER, TIMING_LAZY, TIMING_JITTER = 0, 1, 2
-FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
-ISA_AUTO, ISA_SCALAR, ISA_AVX2, ISA_AVX512 = 0, 1, 2, 3
+FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3 = 0, 1, 2, 3, 4
+ISA_AUTO, ISA_SCALAR, ISA_AVX2, ISA_AVX512, ISA_AVX512BF16 = 0, 1, 2, 3, 4
 OK, ERROR_BAD_ARGUMENT, ERROR_UNSUPPORTED_ISA, ERROR_OUT_OF_MEMORY, ERROR_INJECTED = 0, 1, 2, 3, 99
 ERROR_STALLED, ERROR_ENDED = -1, -2  # of mol_stream_synchronize alone
 STREAM_IDLE, STREAM_RUNNING, STREAM_WAITING, STREAM_ENDED = 0, 1, 2, 3
@@ -89,6 +89,7 @@ class AttentionTask(Structure):
         ("seq_lens", c_void_p),
         ("slot_mapping", c_void_p),
         ("sinks", c_void_p),
+        ("log_sum_exp", c_void_p),
         ("num_seqs", c_int32),
         ("num_tokens", c_int32),
         ("num_heads", c_int32),
@@ -96,6 +97,7 @@ class AttentionTask(Structure):
         ("head_dim", c_int32),
         ("block_size", c_int32),
         ("dtype", c_int32),
+        ("cache_dtype", c_int32),
         ("isa", c_int32),
         ("sliding_window", c_int32),
         ("append", c_int32),
