@@ -11,7 +11,7 @@ extern "C" {
 #define MOL_API __attribute__((visibility("default")))
 
 // Raised whenever a signature or struct below changes; the Python side refuses another value.
-#define MOL_ABI_VERSION 2
+#define MOL_ABI_VERSION 3
 MOL_API int32_t mol_abi_version(void);
 // Hash of the csrc sources that this library was built from; a stale build fails loudly.
 MOL_API const char* mol_source_hash(void);

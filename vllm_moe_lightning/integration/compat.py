@@ -125,6 +125,23 @@ LEDGER: tuple[TouchedName, ...] = (
     TouchedName("vllm.v1.core.sched.async_scheduler:AsyncScheduler", "subclass", "our scheduler", "never"),
     TouchedName("vllm.v1.worker.worker_base:WorkerBase.load_model", "patch", "overridden in our worker", "never"),
     TouchedName(
+        "vllm.v1.worker.worker_base:WorkerBase.execute_model",
+        "patch",
+        "overridden in our worker: a rank whose failure nobody hears ends, and tokens are counted",
+        "vLLM reports the failure of any rank",
+        ("self", "scheduler_output"),
+    ),
+    TouchedName(
+        "vllm.distributed.parallel_state:get_world_group", "use", "process ids of the ranks, to watch them", "never"
+    ),
+    TouchedName(
+        "vllm.distributed.parallel_state:get_tp_group",
+        "use",
+        "`device_communicator.dist_module.group_name` names the shared memory of the CPU collectives, which stays "
+        "behind in /dev/shm when `vllm serve` stops",
+        "vLLM unlinks it once it is mapped",
+    ),
+    TouchedName(
         "vllm.model_executor.models.dbrx:DbrxModel.load_weights",
         "patch",
         "checkpoint names of the experts moved under `routed_experts` (integration/dbrx.py)",

@@ -16,6 +16,7 @@ from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
 from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
 from vllm_moe_lightning.integration.offloader import PagingOffloader
+from vllm_moe_lightning.integration.peers import PeerWatch, forget_shared_memory_names, watch_peers
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
 
@@ -26,6 +27,7 @@ class MoELightningWorker(CPUWorker):
     """Pages expert weights and attends on the CPU, around an unmodified model runner (V1 or V2)."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self._peers: PeerWatch | None = None
         require_ledger()
         scheduler_cls = vllm_config.scheduler_config.scheduler_cls
         if not str(scheduler_cls).startswith(SCHEDULER_MODULE):
@@ -41,6 +43,8 @@ class MoELightningWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        forget_shared_memory_names()
+        self._peers = watch_peers()
         self._runtime = Runtime(self.vllm_config, self._options)
         self._offloader = PagingOffloader(self._runtime.take_over)
         set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
@@ -56,7 +60,20 @@ class MoELightningWorker(CPUWorker):
         super().initialize_from_config(*args, **kwargs)
         self._runtime.poison_kv_caches()
 
+    def execute_model(self, scheduler_output: Any) -> Any:
+        try:
+            return super().execute_model(scheduler_output)
+        except Exception:
+            # vLLM listens to one rank only. The others' failures would be logged and nothing else, while that one
+            # waits for them in a collective; but that a process is gone, everybody notices.
+            if self._peers is None or self.is_driver_worker:
+                raise
+            logger.exception("moe_lightning: rank %d failed in a step, and ends", self.rank)
+            raise SystemExit(1) from None
+
     def shutdown(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
         super().shutdown()
         set_offloader(None)
         if hasattr(self, "_runtime"):

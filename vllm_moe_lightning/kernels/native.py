@@ -18,7 +18,7 @@ from vllm_moe_lightning.errors import MoeLightningError
 LIBRARY_NAME = "libmoe_lightning_cpu.so"
 # A library at another path, e.g. one built with a sanitizer. Its ABI is checked, its source hash is not.
 LIBRARY_VARIABLE = "MOE_LIGHTNING_CPU_LIBRARY"
-ABI_VERSION = 2
+ABI_VERSION = 3
 REBUILD = "build it again: pip install --no-deps --force-reinstall . (editable: pip install --no-deps -e .)"
 
 TIMING_EAGER, TIMING_LAZY, TIMING_JITTER = 0, 1, 2
