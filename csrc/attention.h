@@ -36,15 +36,15 @@ constexpr int64_t kKeysPerSegment = 1024;
 
 // Bytes of one key/value head in one block: K of all tokens, V of all tokens, then for a quantised cache the tokens'
 // K scales and V scales in fp32.
-inline int64_t cache_element_bytes(int32_t cache_dtype) {
+static inline int64_t cache_element_bytes(int32_t cache_dtype) {
   return cache_dtype == MOL_FLOAT32 ? 4 : cache_dtype == MOL_BFLOAT16 || cache_dtype == MOL_FLOAT16 ? 2 : 1;
 }
-inline bool is_quantised(int32_t cache_dtype) { return cache_dtype == MOL_INT8 || cache_dtype == MOL_FP8_E4M3; }
-inline int64_t head_block_bytes(const mol_attention_task& task) {
+static inline bool is_quantised(int32_t cache_dtype) { return cache_dtype == MOL_INT8 || cache_dtype == MOL_FP8_E4M3; }
+static inline int64_t head_block_bytes(const mol_attention_task& task) {
   const int64_t token_bytes = task.head_dim * cache_element_bytes(task.cache_dtype);
   return 2 * task.block_size * (token_bytes + (is_quantised(task.cache_dtype) ? 4 : 0));
 }
-inline int64_t segment_keys(const mol_attention_task& task) {
+static inline int64_t segment_keys(const mol_attention_task& task) {
   const int64_t blocks = kKeysPerSegment / task.block_size;
   return (blocks > 0 ? blocks : 1) * task.block_size;
 }
@@ -65,7 +65,7 @@ struct Join {
   Piece whole;  // partial: the first one's; the others' follow
   int32_t num_parts;
 };
-inline int64_t partial_floats(const mol_attention_task& task, int num_rows) {
+static inline int64_t partial_floats(const mol_attention_task& task, int num_rows) {
   return static_cast<int64_t>(num_rows) * ((task.head_dim + 31) / 32 * 32 + 2);
 }
 
@@ -80,6 +80,7 @@ struct alignas(64) Scratch {
   float query[kMaxRows * kMaxHeadDim];
   uint16_t query_bits[kMaxRows * kMaxHeadDim];  // as it came, for dot products in 16 bits
   Sums total, segment;
+  int64_t positions[kMaxRows];  // of the rows' tokens in their sequence
   float keys[kKeysPerChunk * kMaxHeadDim];  // this chunk's, if widened
   float values[kKeysPerChunk * kMaxHeadDim];
   float scores[kMaxRows * kScoreStride];  // logits, then weights

@@ -10,8 +10,10 @@ struct Vec {
   using V = __m256;
   static constexpr int kLanes = 8;
   static constexpr int kSums = 8;
-  template <class T, class C>
+  template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class T>
+  static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 
   static V set(float x) { return _mm256_set1_ps(x); }
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
@@ -67,6 +69,16 @@ struct Vec {
     store_bits128(p, _mm256_castsi256_si128(narrow_bfloat16(a, b)));
   }
   static void store_part(Float16* p, int, V a, V) { store_bits128(p, narrow_float16(a)); }
+
+  // Between even and odd elements, as load_pair gives for bfloat16, and the first and second half.
+  static void interleave(V& a, V& b) {
+    const V low = _mm256_unpacklo_ps(a, b), high = _mm256_unpackhi_ps(a, b);
+    a = _mm256_permute2f128_ps(low, high, 0x20), b = _mm256_permute2f128_ps(low, high, 0x31);
+  }
+  static void deinterleave(V& a, V& b) {
+    const V low = _mm256_permute2f128_ps(a, b, 0x20), high = _mm256_permute2f128_ps(a, b, 0x31);
+    a = _mm256_shuffle_ps(low, high, 0x88), b = _mm256_shuffle_ps(low, high, 0xdd);
+  }
 
   static float first(V a) { return _mm256_cvtss_f32(a); }
   static float reduce_sum(V a) {

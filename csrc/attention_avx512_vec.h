@@ -10,8 +10,10 @@ struct VecAvx512 {
   using V = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kSums = 16;
-  template <class T, class C>
+  template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class T>
+  static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 
   static V set(float x) { return _mm512_set1_ps(x); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
@@ -75,6 +77,19 @@ struct VecAvx512 {
   }
   static void store_part(mol::Float16* p, int num_elements, V a, V b) {
     _mm512_mask_storeu_epi16(p, mask32(num_elements), narrow_float16(a, b));
+  }
+
+  // Between even and odd elements, as load_pair gives for bfloat16, and the first and second half.
+  static void interleave(V& a, V& b) {
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    const V first = _mm512_permutex2var_ps(a, low, b);
+    b = _mm512_permutex2var_ps(a, high, b), a = first;
+  }
+  static void deinterleave(V& a, V& b) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const V first = _mm512_permutex2var_ps(a, even, b);
+    b = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b), a = first;
   }
 
   static float first(V a) { return _mm512_cvtss_f32(a); }

@@ -10,7 +10,7 @@ namespace mol::avx512bf16 {
 #include "attention_avx512_vec.h"
 
 struct Vec : VecAvx512 {
-  template <class T, class C>
+  template <class C>
   static constexpr bool kHasDot16Bit = false;
   using Bits = __m512bh;
   static Bits load_bits(const uint16_t* p, int num_elements) {
@@ -20,13 +20,13 @@ struct Vec : VecAvx512 {
   static V dot(V sum, Bits a, Bits b) { return _mm512_dpbf16_ps(sum, a, b); }
 };
 template <>
-constexpr bool Vec::kHasDot16Bit<BFloat16, BFloat16> = true;
+constexpr bool Vec::kHasDot16Bit<BFloat16> = true;
 
 }  // namespace mol::avx512bf16
 
 mol::AttentionKernel mol::attention_kernel_avx512bf16(const mol_attention_task& task) {
-  if (task.dtype == MOL_BFLOAT16 && task.cache_dtype == MOL_BFLOAT16) {
-    return piece_kernel<avx512bf16::Vec, BFloat16, BFloat16>();
+  if (task.cache_dtype == MOL_BFLOAT16) {
+    return piece_kernel<avx512bf16::Vec, BFloat16>(task.head_dim);
   }
   return attention_kernel_avx512(task);  // nothing in it is made of bfloat16
 }

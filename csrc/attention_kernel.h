@@ -1,4 +1,4 @@
-// One piece of paged attention, for any instruction set (Vec, attention_micro.h), query and output in T, cache in C.
+// One piece of paged attention, for any instruction set (Vec, attention_micro.h) and a cache of C.
 //
 // Blocks are taken in order and within a block one head after the other, so that the whole block is read in one go; the
 // keys of a head and block in chunks of up to kKeysPerChunk. Everything a row adds up is added in the order of its own
@@ -16,7 +16,7 @@ constexpr float kElementUnit = 1.0f;
 template <>
 constexpr float kElementUnit<Fp8> = 256.0f;
 
-template <class Vec, class T, class C>
+template <class Vec, class C, int D>
 class PieceKernel {
  public:
   static void attend(const mol_attention_task& task, const Piece& piece, const Piece* next, Scratch& scratch,
@@ -43,18 +43,21 @@ class PieceKernel {
   }
 
  private:
-  using M = Micro<Vec>;
+  using M = Micro<Vec, D>;
   using V = typename Vec::V;
   static constexpr int kLanes = Vec::kLanes;
   static constexpr float kMinusInfinity = -__builtin_inff();
   static constexpr bool kIsQuantised = sizeof(C) == 1;
+  // Whether load_pair gives even and odd elements, not the first and the second half.
+  template <class T>
+  static constexpr bool kIsInterleaved = Vec::template kIsInterleaved<T>;
   // Whether logits are taken from the 16-bit elements themselves.
-  static constexpr bool kDots16Bit = Vec::template kHasDot16Bit<T, C>;
+  static constexpr bool kDots16Bit = Vec::template kHasDot16Bit<C>;
 
   const mol_attention_task& task_;
   const Piece& piece_;
   Scratch& scratch_;
-  const int head_dim_, stride_;   // of a row in scratch
+  const int head_dim_, stride_;   // stride: of a row in scratch
   const int rows_per_head_;       // of one key/value head
   const int64_t first_position_;  // of the piece's first token in its sequence
   const int64_t head_bytes_;
@@ -65,8 +68,8 @@ class PieceKernel {
       : task_(task),
         piece_(piece),
         scratch_(scratch),
-        head_dim_(task.head_dim),
-        stride_((task.head_dim + M::kPair - 1) / M::kPair * M::kPair),
+        head_dim_(D > 0 ? D : task.head_dim),
+        stride_((head_dim_ + M::kPair - 1) / M::kPair * M::kPair),
         rows_per_head_(piece.num_tokens * piece.num_heads),
         first_position_(task.seq_lens[piece.seq] - task.query_start[piece.seq + 1] + piece.first_token),
         head_bytes_(head_block_bytes(task)) {}
@@ -81,22 +84,32 @@ class PieceKernel {
 
   void load_query() {
     for (int row = 0; row < piece_.num_rows(); ++row) {
-      const T* source = static_cast<const T*>(task_.query) + token_of(row) * task_.query_token_stride +
-                        static_cast<int64_t>(head_of(row)) * head_dim_;
+      scratch_.positions[row] = first_position_ + token_of(row) - piece_.first_token;
+      const int64_t offset = token_of(row) * task_.query_token_stride + int64_t{head_of(row)} * head_dim_;
       if constexpr (kDots16Bit) {
         uint16_t* target = scratch_.query_bits + row * stride_;
         __builtin_memset(target + head_dim_, 0, (stride_ - head_dim_) * sizeof(uint16_t));
-        __builtin_memcpy(target, source, head_dim_ * sizeof(uint16_t));
+        __builtin_memcpy(target, static_cast<const C*>(task_.query) + offset, head_dim_ * sizeof(uint16_t));
+      } else if constexpr (!kIsQuantised) {
+        load_row(static_cast<const C*>(task_.query) + offset, scratch_.query + row * stride_);
+      } else if (task_.dtype == MOL_FLOAT32) {
+        load_row(static_cast<const float*>(task_.query) + offset, scratch_.query + row * stride_);
+      } else if (task_.dtype == MOL_BFLOAT16) {
+        load_row(static_cast<const BFloat16*>(task_.query) + offset, scratch_.query + row * stride_);
       } else {
-        float* target = scratch_.query + row * stride_;
-        M::for_pairs(head_dim_, [&](int dim, int num_elements) {
-          V a, b;
-          M::load_pair(source + dim, num_elements, a, b);
-          Vec::store(target + dim, a);
-          Vec::store(target + dim + kLanes, b);
-        });
+        load_row(static_cast<const Float16*>(task_.query) + offset, scratch_.query + row * stride_);
       }
     }
+  }
+  template <class T>
+  void load_row(const T* source, float* target) const {
+    M::for_pairs(head_dim_, [&](int dim, int num_elements) {
+      V a, b;
+      M::load_pair(source + dim, num_elements, a, b);
+      if (kIsInterleaved<T> && !kIsInterleaved<C>) Vec::interleave(a, b);
+      Vec::store(target + dim, a);
+      Vec::store(target + dim + kLanes, b);
+    });
   }
 
   void store_output() {
@@ -112,13 +125,26 @@ class PieceKernel {
         task_.log_sum_exp[token * task_.num_heads + head] = row_max + __builtin_logf(row_sum);
       }
       const V factor = Vec::set(rescale / row_sum);
-      T* target = static_cast<T*>(task_.output) + token * task_.output_token_stride + head * head_dim_;
       const float* output = sums.output + row * stride_;
-      M::for_pairs(head_dim_, [&](int dim, int num_elements) {
-        M::store_pair(target + dim, num_elements, Vec::mul(Vec::load(output + dim), factor),
-                      Vec::mul(Vec::load(output + dim + kLanes), factor));
-      });
+      const int64_t offset = token * task_.output_token_stride + head * head_dim_;
+      if constexpr (!kIsQuantised) {
+        store_row(output, factor, static_cast<C*>(task_.output) + offset);
+      } else if (task_.dtype == MOL_FLOAT32) {
+        store_row(output, factor, static_cast<float*>(task_.output) + offset);
+      } else if (task_.dtype == MOL_BFLOAT16) {
+        store_row(output, factor, static_cast<BFloat16*>(task_.output) + offset);
+      } else {
+        store_row(output, factor, static_cast<Float16*>(task_.output) + offset);
+      }
     }
+  }
+  template <class T>
+  void store_row(const float* output, V factor, T* target) const {
+    M::for_pairs(head_dim_, [&](int dim, int num_elements) {
+      V a = Vec::mul(Vec::load(output + dim), factor), b = Vec::mul(Vec::load(output + dim + kLanes), factor);
+      if (kIsInterleaved<T> && !kIsInterleaved<C>) Vec::deinterleave(a, b);
+      M::store_pair(target + dim, num_elements, a, b);
+    });
   }
   // exp(logit - reference); 0 for a logit of minus infinity, 1 for logit = reference.
   static float weight(float logit, float reference) {
@@ -231,11 +257,10 @@ class PieceKernel {
 
   // The keys of this chunk that a row sees, causally and through the window: [row_begin, row_end). Both grow with
   // the row within a key/value head. Nothing before `first_key`, which the segment or the window of all begins with.
-  int row_end(int row) const { return clamp_to_chunk(position_of(row) + 1 - chunk_start_); }
+  int row_end(int row) const { return clamp_to_chunk(scratch_.positions[row] + 1 - chunk_start_); }
   int row_begin(int row) const {
-    return task_.sliding_window ? clamp_to_chunk(position_of(row) + 1 - task_.sliding_window - chunk_start_) : 0;
+    return task_.sliding_window ? clamp_to_chunk(scratch_.positions[row] + 1 - task_.sliding_window - chunk_start_) : 0;
   }
-  int64_t position_of(int row) const { return first_position_ + row % rows_per_head_ / piece_.num_heads; }
   int clamp_to_chunk(int64_t key) const {
     return key < 0 ? 0 : key > chunk_len_ ? chunk_len_ : static_cast<int>(key);
   }
@@ -313,48 +338,77 @@ class PieceKernel {
     }
   }
 
-  // Online softmax: turns a row's logits of this chunk into weights relative to the greatest logit so far, and rescales
-  // what the row has summed up under the old one. Lanes stand for keys at fixed places of the chunk.
   void weigh_rows(int first_row, int last_row, const float* key_scales, const float* value_scales, Sums& sums,
                   Lines& lines, int lines_per_row) {
-    for (int row = first_row; row < last_row; ++row) {
-      lines.fetch(lines_per_row);
-      const int begin = row_begin(row), end = row_end(row);
-      if (begin >= end) continue;
-      float* scores = scratch_.scores + row * kScoreStride;
-      V lane_max = Vec::set(sums.row_max[row]);
-      for (int key = 0; key < kKeysPerChunk; key += kLanes) {
-        const V logits = seen(logits_of(scores, key_scales, key), key, begin, end);
-        Vec::store(scores + key, logits);
-        lane_max = Vec::max(lane_max, logits);
-      }
-      const float new_max = Vec::reduce_max(lane_max);
-      // All logits minus infinity so far: any finite reference gives weight zero.
-      const V reference = Vec::set(new_max == kMinusInfinity ? 0.0f : new_max);
-      V lane_sum = Vec::set(0.0f);
-      for (int key = 0; key < kKeysPerChunk; key += kLanes) {
-        V weights = M::exp(Vec::sub(Vec::load(scores + key), reference));
-        lane_sum = Vec::add(lane_sum, weights);
-        if constexpr (kIsQuantised) {
-          const V scale = Vec::mul(load_scales(value_scales, key), Vec::set(kElementUnit<C>));
-          weights = seen(Vec::mul(weights, scale), key, begin, end);
-        }
-        Vec::store(scores + key, weights);
-      }
-      const V rescale = M::exp(Vec::sub(Vec::set(sums.row_max[row]), reference));
-      const V row_sum = Vec::fma(Vec::set(sums.row_sum[row]), rescale, Vec::set(Vec::reduce_sum(lane_sum)));
-      sums.row_sum[row] = Vec::first(row_sum);
-      sums.row_max[row] = new_max;
-      if (Vec::first(rescale) != 1.0f) {
-        float* output = sums.output + row * stride_;
-        for (int dim = 0; dim < stride_; dim += kLanes) {
-          Vec::store(output + dim, Vec::mul(Vec::load(output + dim), rescale));
-        }
+    M::for_row_groups(first_row, last_row, [&](int row, auto group) {
+      constexpr int R = decltype(group)::value;
+      lines.fetch(R * lines_per_row);
+      weigh<R>(row, key_scales, value_scales, sums);
+    });
+  }
+
+  // Online softmax: turns the logits of R rows for this chunk into weights relative to the greatest logit so far, and
+  // rescales what the rows have summed up under the old one. Lanes stand for keys at fixed places of the chunk. Row by
+  // row at each step, so that one row's chain of operations runs beside the others'.
+  template <int R>
+  void weigh(int row, const float* key_scales, const float* value_scales, Sums& sums) {
+    constexpr int kVectors = kKeysPerChunk / kLanes;
+    float* scores = scratch_.scores + row * kScoreStride;
+    V largest[R], lane_sums[R];
+    float references[R], rescales[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const int begin = row_begin(row + r), end = row_end(row + r);
+      largest[r] = Vec::set(kMinusInfinity);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; ++i) {
+        float* part = scores + r * kScoreStride + i * kLanes;
+        const V logits = seen(logits_of(Vec::load(part), key_scales, i * kLanes), i * kLanes, begin, end);
+        Vec::store(part, logits);
+        largest[r] = Vec::max(largest[r], logits);
       }
     }
+    bool is_rescaled = false;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const float old_max = sums.row_max[row + r], chunk_max = Vec::reduce_max(largest[r]);
+      const float new_max = chunk_max <= old_max ? old_max : chunk_max;  // NaN if the chunk has one
+      // All logits minus infinity so far: any finite reference gives weight zero.
+      references[r] = new_max == kMinusInfinity ? 0.0f : new_max;
+      is_rescaled |= !(new_max == old_max);
+      rescales[r] = old_max;
+      sums.row_max[row + r] = new_max;
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const int begin = row_begin(row + r), end = row_end(row + r);
+      lane_sums[r] = Vec::set(0.0f);
+#pragma GCC unroll 4
+      for (int i = 0; i < kVectors; ++i) {
+        float* part = scores + r * kScoreStride + i * kLanes;
+        V weights = M::exp(Vec::sub(Vec::load(part), Vec::set(references[r])));
+        lane_sums[r] = Vec::add(lane_sums[r], weights);
+        if constexpr (kIsQuantised) {
+          const V scale = Vec::mul(load_scales(value_scales, i * kLanes), Vec::set(kElementUnit<C>));
+          weights = seen(Vec::mul(weights, scale), i * kLanes, begin, end);
+        }
+        Vec::store(part, weights);
+      }
+    }
+    if (is_rescaled) {
+      for (int r = 0; r < R; ++r) rescale(row + r, rescales[r], references[r], sums);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) sums.row_sum[row + r] += Vec::reduce_sum(lane_sums[r]);
   }
-  V logits_of(const float* scores, const float* key_scales, int key) const {
-    V logits = Vec::mul(Vec::load(scores + key), Vec::set(task_.scale * kElementUnit<C>));
+  void rescale(int row, float old_max, float reference, Sums& sums) {
+    const V factor = M::exp(Vec::set(old_max - reference));
+    sums.row_sum[row] *= Vec::first(factor);
+    float* output = sums.output + row * stride_;
+    for (int dim = 0; dim < stride_; dim += kLanes) Vec::store(output + dim, Vec::mul(Vec::load(output + dim), factor));
+  }
+  V logits_of(V scores, const float* key_scales, int key) const {
+    V logits = Vec::mul(scores, Vec::set(task_.scale * kElementUnit<C>));
     if constexpr (kIsQuantised) logits = Vec::mul(logits, load_scales(key_scales, key));
     return task_.soft_cap > 0.0f ? capped(logits) : logits;
   }
@@ -405,32 +459,28 @@ class PieceKernel {
   }
 };
 
-template <class Vec, class T, class C>
-AttentionKernel piece_kernel() {
-  return {PieceKernel<Vec, T, C>::attend, PieceKernel<Vec, T, C>::join};
-}
-
-template <class Vec, class T>
-AttentionKernel kernel_for_cache(int32_t cache_dtype) {
-  switch (cache_dtype) {
-    case MOL_INT8:
-      return piece_kernel<Vec, T, Int8>();
-    case MOL_FP8_E4M3:
-      return piece_kernel<Vec, T, Fp8>();
-    default:
-      return piece_kernel<Vec, T, T>();
+// Heads of 128 are most models'; with a length known to the compiler, loops over dims need no counting.
+template <class Vec, class C>
+AttentionKernel piece_kernel(int32_t head_dim) {
+  if constexpr (Vec::kLanes > 1) {
+    if (head_dim == 128) return {PieceKernel<Vec, C, 128>::attend, PieceKernel<Vec, C, 128>::join};
   }
+  return {PieceKernel<Vec, C, 0>::attend, PieceKernel<Vec, C, 0>::join};
 }
 
 template <class Vec>
 AttentionKernel kernel_for_task(const mol_attention_task& task) {
-  switch (task.dtype) {
+  switch (task.cache_dtype) {
     case MOL_FLOAT32:
-      return kernel_for_cache<Vec, float>(task.cache_dtype);
+      return piece_kernel<Vec, float>(task.head_dim);
     case MOL_BFLOAT16:
-      return kernel_for_cache<Vec, BFloat16>(task.cache_dtype);
+      return piece_kernel<Vec, BFloat16>(task.head_dim);
+    case MOL_FLOAT16:
+      return piece_kernel<Vec, Float16>(task.head_dim);
+    case MOL_INT8:
+      return piece_kernel<Vec, Int8>(task.head_dim);
     default:
-      return kernel_for_cache<Vec, Float16>(task.cache_dtype);
+      return piece_kernel<Vec, Fp8>(task.head_dim);
   }
 }
 

@@ -16,8 +16,10 @@ struct Count {
   static constexpr int value = N;
 };
 
-inline int smaller(int a, int b) { return a < b ? a : b; }
-inline int larger(int a, int b) { return a < b ? b : a; }
+namespace {  // a copy for each instruction set
+
+int smaller(int a, int b) { return a < b ? a : b; }
+int larger(int a, int b) { return a < b ? b : a; }
 
 // The lines of a chunk that comes next, fetched a few at a time while another is computed, so that the memory is never
 // idle and never asked for more than it can have in flight. K and V in turns: two streams reach more than one; but in
@@ -34,15 +36,21 @@ class Lines {
   void fetch(int count) {
     count = smaller(count, num_left_);
     num_left_ -= count;
+    const char *key = key_, *value = value_;  // else each prefetch waits for the pointer that the last one stored
     if (is_one_run_) {
-      for (; count > 0; --count, key_ += 64) __builtin_prefetch(key_);
+      for (int line = 0; line < count; ++line) __builtin_prefetch(key + line * 64);
+      key_ = key + count * 64;
       return;
     }
-    for (; count > 0; --count) {
-      __builtin_prefetch(key_);
-      const char* fetched = key_ + 64;
-      key_ = value_;
-      value_ = fetched;
+    for (; count >= 2; count -= 2, key += 64, value += 64) {
+      __builtin_prefetch(key);
+      __builtin_prefetch(value);
+    }
+    if (count == 1) {
+      __builtin_prefetch(key);
+      key_ = value, value_ = key + 64;
+    } else {
+      key_ = key, value_ = value;
     }
   }
   int num_left() const { return num_left_; }
@@ -54,9 +62,13 @@ class Lines {
   int num_left_ = 0;
 };
 
-template <class Vec>
+}  // namespace
+
+// D: head_dim, where it is known when this is compiled and whole pairs; else 0.
+template <class Vec, int D>
 struct Micro {
   using V = typename Vec::V;
+  static_assert(D % (2 * Vec::kLanes) == 0);
   static constexpr int kLanes = Vec::kLanes, kPair = 2 * Vec::kLanes;
   static constexpr int kSums = Vec::kSums;  // accumulators: what the registers hold beside the operands
 
@@ -74,13 +86,18 @@ struct Micro {
   // Calls body(dim, num_elements): whole pairs, then what is left of head_dim, a multiple of 8.
   template <class Body>
   static void for_pairs(int head_dim, Body body) {
-    int dim = 0;
-    for (; dim + kPair <= head_dim; dim += kPair) body(dim, kPair);
-    if (dim < head_dim) body(dim, head_dim - dim);
+    if constexpr (D > 0) {
+#pragma GCC unroll 8
+      for (int dim = 0; dim < D; dim += kPair) body(dim, kPair);
+    } else {
+      int dim = 0;
+      for (; dim + kPair <= head_dim; dim += kPair) body(dim, kPair);
+      if (dim < head_dim) body(dim, head_dim - dim);
+    }
   }
   template <class S>
   static void load_pair(const S* p, int num_elements, V& a, V& b) {
-    if (num_elements == kPair) {
+    if (D > 0 || num_elements == kPair) {
       Vec::load_pair(p, a, b);
     } else {
       Vec::load_part(p, num_elements, a, b);
@@ -88,7 +105,7 @@ struct Micro {
   }
   template <class T>
   static void store_pair(T* p, int num_elements, V a, V b) {
-    if (num_elements == kPair) {
+    if (D > 0 || num_elements == kPair) {
       Vec::store_pair(p, a, b);
     } else {
       Vec::store_part(p, num_elements, a, b);
@@ -121,9 +138,7 @@ struct Micro {
         }
       }
     };
-    int dim = 0;
-    for (; dim + kPair <= head_dim; dim += kPair) add(dim, kPair);
-    if (dim < head_dim) add(dim, head_dim - dim);
+    for_pairs(head_dim, add);
     store_sums<R, K>(sums, scores);
   }
 
@@ -140,14 +155,13 @@ struct Micro {
       for (int r = 0; r < R; ++r) q[r] = Vec::load_bits(query + r * stride + dim, kPair);
 #pragma GCC unroll 16
       for (int k = 0; k < K; ++k) {
-        const typename Vec::Bits part = Vec::load_bits(&keys[k * head_dim + dim].bits, num_elements);
+        const int num_bits = D > 0 ? kPair : num_elements;
+        const typename Vec::Bits part = Vec::load_bits(&keys[k * head_dim + dim].bits, num_bits);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) sums[r * K + k] = Vec::dot(sums[r * K + k], q[r], part);
       }
     };
-    int dim = 0;
-    for (; dim + kPair <= head_dim; dim += kPair) add(dim, kPair);
-    if (dim < head_dim) add(dim, head_dim - dim);
+    for_pairs(head_dim, add);
     store_sums<R, K>(sums, scores);
   }
 
@@ -167,7 +181,8 @@ struct Micro {
   static void add_values(const float* weights, const S* values, int begin, int end, int head_dim, float* output,
                          int stride, Lines& lines, int lines_per_step) {
     if (begin >= end) return;
-    constexpr int N = R == 1 ? larger_pairs(kSums / 4) : larger_pairs(kSums / (2 * R));
+    constexpr int N = R == 1 ? at_least_1(kSums / 4) : at_least_1(kSums / (2 * R));
+    if constexpr (D > 0) head_dim = D;
     int dim = 0;
     for (; dim + N * kPair <= head_dim; dim += N * kPair) {
       add_value_part<S, R, N>(weights, values + dim, begin, end, head_dim, kPair, output + dim, stride, lines,
@@ -178,7 +193,7 @@ struct Micro {
                               stride, lines, lines_per_step);
     }
   }
-  static constexpr int larger_pairs(int pairs) { return pairs < 1 ? 1 : pairs; }
+  static constexpr int at_least_1(int n) { return n < 1 ? 1 : n; }
 
   template <class S, int R, int N>
   static void add_value_part(const float* weights, const S* values, int begin, int end, int head_dim, int num_elements,

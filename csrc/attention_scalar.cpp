@@ -22,8 +22,10 @@ struct Vec {
   using V = float;
   static constexpr int kLanes = 1;
   static constexpr int kSums = 1;
-  template <class T, class C>
+  template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class T>
+  static constexpr bool kIsInterleaved = false;
 
   static V set(float x) { return x; }
   static V fma(V a, V b, V c) { return a * b + c; }
@@ -94,6 +96,9 @@ struct Vec {
   static void store_part(T* p, int, V a, V b) {
     store_pair(p, a, b);
   }
+
+  static void interleave(V&, V&) {}
+  static void deinterleave(V&, V&) {}
 
   static float first(V a) { return a; }
   static float reduce_sum(V a) { return a; }
