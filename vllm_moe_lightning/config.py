@@ -67,6 +67,8 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     stall_timeout_s: PositiveFloat = 120.0
     """Once no copy or attention task has completed for so long while one is waited for, the engine ends with an error
     instead of waiting on. Far above any single task's time."""
+    metrics_window_s: PositiveFloat = 10.0
+    """What the ratios and rates on /metrics look back over."""
     trace_file: str | None = None
     """Where a chrome trace of the last sweeps is written when the engine stops or is asked for its statistics."""
     trace_operations: PositiveInt = 20_000

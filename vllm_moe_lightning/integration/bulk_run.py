@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from vllm_moe_lightning.config import OPTIONS_KEY, parse_options
+from vllm_moe_lightning.engine_plan import PredictedFigures
 from vllm_moe_lightning.integration.register import WORKER_CLS
+from vllm_moe_lightning.pipeline.comparison import AchievedFigures, comparison
 
 MIB = 1 << 20
 
@@ -133,12 +136,11 @@ def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str
 def _table(report: dict[str, Any]) -> Table:
     """One table of what the issue of a run is: speed, what moved, what was busy, under which policy."""
     device = report["device"]
-    table = Table(title=f"moe_lightning, device: {device}", show_header=False)
+    table = Table("", "predicted", "achieved", title=f"moe_lightning, device: {device}")
     policy = report["policy"]
     streamed, resident = len(policy["streamed_layers"]), len(policy["resident_layers"])
     experts = report["expert_bytes_on_host"] / (1 if not resident else streamed / (streamed + resident))
     rows = [
-        ("generated tokens per second", f"{report['tokens_per_s']:.1f}"),
         (
             "prompts, prompt tokens, generated tokens",
             f"{report['prompts']}, {report['prompt_tokens']}, {report['generated_tokens']}",
@@ -150,8 +152,6 @@ def _table(report: dict[str, Any]) -> Table:
             f"{report['expert_bytes_on_device'] / MIB:.1f} of {experts / MIB:.1f} MiB "
             f"({report['expert_bytes_on_device'] / experts:.0%})",
         ),
-        ("link busy (host to device)", f"{report['link_busy']:.1%} from first to last sweep"),
-        ("CPU attention busy", f"{report['cpu_attention_busy']:.1%} from first to last sweep"),
         ("waiting", f"{report['wait_s']:.2f} s of {report['sweep_s']:.2f} s in sweeps"),
         (
             "policy in force",
@@ -159,6 +159,28 @@ def _table(report: dict[str, Any]) -> Table:
             f"{streamed} layers streamed, {resident} resident, pages of {policy['page_bytes'] / MIB:.2f} MiB",
         ),
     ]
+    for row in comparison(_predicted(report), _achieved(report)):
+        table.add_row(*row)
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, "", value)
     return table
+
+
+def _predicted(report: dict[str, Any]) -> PredictedFigures | None:
+    predicted = report["predicted"]
+    return None if predicted is None else msgspec.convert(predicted, PredictedFigures)
+
+
+def _achieved(report: dict[str, Any]) -> AchievedFigures:
+    """Tokens per second of the whole job; shares from the first sweep to the last."""
+    return AchievedFigures(
+        generated_tokens_per_s=report["tokens_per_s"],
+        computed_tokens_per_s=report["tokens"] / report["duration_s"],
+        sweep_s=report["sweep_s"] / max(1, report["sweeps"]),
+        busy={
+            "gpu": report["gpu_busy"],
+            "cpu": report["cpu_attention_busy"],
+            "h2d": report["link_busy"],
+            "d2h": report["d2h_busy"],
+        },
+    )

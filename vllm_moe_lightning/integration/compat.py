@@ -131,6 +131,20 @@ LEDGER: tuple[TouchedName, ...] = (
         "vLLM reports the failure of any rank",
         ("self", "scheduler_output"),
     ),
+    TouchedName("vllm.v1.core.sched.output:NewRequestData.prompt_len", "use", "tokens are counted", "never"),
+    TouchedName(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        "use",
+        "tokens are counted",
+        "never",
+        ("req_ids", "num_computed_tokens", "num_output_tokens"),
+    ),
+    TouchedName(
+        "vllm.v1.metrics.prometheus:get_prometheus_registry",
+        "use",
+        "not called: our metrics go where it looks, the global registry or the folder PROMETHEUS_MULTIPROC_DIR",
+        "never",
+    ),
     TouchedName(
         "vllm.distributed.parallel_state:get_world_group", "use", "process ids of the ranks, to watch them", "never"
     ),

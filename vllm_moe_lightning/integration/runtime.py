@@ -157,6 +157,11 @@ class Runtime:
         block_size = self._vllm_config.cache_config.block_size
         return attention.impl.cache_over(attention, attention.kv_cache, block_size)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Host memory of all layers' KV caches, once vLLM has made them."""
+        return sum(attention.kv_cache.nbytes for attention in self._attention_layers)
+
     def poison_kv_caches(self) -> None:
         """NaN bytes in every block, so that a read of a row nobody wrote shows."""
         if self.device.poison:

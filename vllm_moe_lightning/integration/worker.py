@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from vllm.logger import init_logger
 from vllm.model_executor.offloader.base import set_offloader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_moe_lightning.engine_plan import PredictedFigures, plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.configure import options_of
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
+from vllm_moe_lightning.integration.exposition import log_run, metrics_directory
+from vllm_moe_lightning.integration.figures import SampledTokens, WorkerFigures
 from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
 from vllm_moe_lightning.integration.offloader import PagingOffloader
 from vllm_moe_lightning.integration.peers import PeerWatch, forget_shared_memory_names, watch_peers
@@ -28,6 +32,9 @@ class MoELightningWorker(CPUWorker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         self._peers: PeerWatch | None = None
+        self._figures: WorkerFigures | None = None
+        self._predicted: PredictedFigures | None = None
+        self._sampled_tokens = SampledTokens()
         require_ledger()
         scheduler_cls = vllm_config.scheduler_config.scheduler_cls
         if not str(scheduler_cls).startswith(SCHEDULER_MODULE):
@@ -59,10 +66,23 @@ class MoELightningWorker(CPUWorker):
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         self._runtime.poison_kv_caches()
+        plan, executor = plan_of(self.vllm_config), self._runtime.executor
+        assert executor is not None, "the KV cache is made after the model was loaded"
+        self._predicted = None if plan is None else plan.predicted
+        self._figures = WorkerFigures(
+            executor,
+            metrics_directory(self.vllm_config),
+            {"model_name": self.model_config.served_model_name, "engine": "0"},  # as vLLM labels its own
+            self.rank,
+            self._options.metrics_window_s,
+            self._runtime.kv_bytes,
+            self._predicted,
+        )
 
     def execute_model(self, scheduler_output: Any) -> Any:
+        sampled_tokens = self._sampled_tokens.count(scheduler_output)
         try:
-            return super().execute_model(scheduler_output)
+            output = super().execute_model(scheduler_output)
         except Exception:
             # vLLM listens to one rank only. The others' failures would be logged and nothing else, while that one
             # waits for them in a collective; but that a process is gone, everybody notices.
@@ -70,10 +90,18 @@ class MoELightningWorker(CPUWorker):
                 raise
             logger.exception("moe_lightning: rank %d failed in a step, and ends", self.rank)
             raise SystemExit(1) from None
+        if self._figures is not None:
+            self._figures.after_step(sampled_tokens)
+        return output
 
     def shutdown(self) -> None:
         if self._peers is not None:
             self._peers.close()
+        if self._figures is not None:
+            achieved = self._figures.close()
+            if achieved is not None and self.rank == 0:
+                log_run(self._runtime.device.kind, self._predicted, achieved)
+            self._figures = None
         super().shutdown()
         set_offloader(None)
         if hasattr(self, "_runtime"):
@@ -95,7 +123,8 @@ class MoELightningWorker(CPUWorker):
 
     def moe_lightning_stats(self) -> dict[str, object]:
         """Counters since the last reset, as plain JSON values."""
-        return self._runtime.stats()
+        predicted = None if self._predicted is None else msgspec.to_builtins(self._predicted)
+        return {**self._runtime.stats(), "predicted": predicted}
 
     def moe_lightning_reset(self) -> None:
         self._runtime.reset()

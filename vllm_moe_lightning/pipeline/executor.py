@@ -133,15 +133,7 @@ class PipelineExecutor:
         finally:
             self.in_sweep = False
             self._coroutines, self._micro_batches, self._requests = [], [], {}
-            ended_s = time.monotonic()
-            self.counters.sweep_s += ended_s - started_s
-            self.counters.last_sweep_ended_s = ended_s
-            if self.counters.first_sweep_began_s is None:
-                self.counters.first_sweep_began_s = started_s
-            if with_attention:
-                self.counters.sweeps += 1
-            else:
-                self.counters.dummy_sweeps += 1
+            self.counters.end_sweep(started_s, time.monotonic(), len(micro_batches), is_dummy=not with_attention)
 
     def _bring_up_first_layer(self, schedule: Schedule) -> None:
         """At the start, after an abort, or when the schedule was changed: agree with it about the first layer."""
