@@ -24,6 +24,7 @@ from vllm_moe_lightning.pipeline.batching import balanced_micro_batches
 from vllm_moe_lightning.pipeline.coroutine import yield_to_executor
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
 from vllm_moe_lightning.pipeline.executor import MicroBatch, PipelineExecutor
+from vllm_moe_lightning.pipeline.faults import attention_fault
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.policy.policy import fixed_policy
 from vllm_moe_lightning.weights.store import PagedWeightStore
@@ -125,7 +126,7 @@ class DecoderEngine:
         self.store = PagedWeightStore(experts, self.policy, device)
         self.caches = caches
         self.pool = AttentionPool(options.attention_threads or 1, attention_cpus)
-        host = HostAttention(device, self.pool, max_tokens, config.qkv_bytes_per_token, options.debug.fail_attention_at)
+        host = HostAttention(device, self.pool, max_tokens, config.qkv_bytes_per_token, attention_fault(options.debug))
         self._cpu_path = CpuAttentionPath(host)
         self._device_path = DeviceAttentionPath(host, device, lambda layer: self.caches[layer])
         self.executor = PipelineExecutor(
@@ -176,7 +177,8 @@ class DecoderEngine:
 
     def close(self) -> None:
         self.device.close()
-        self.pool.close()
+        if not self.device.stalled:
+            self.pool.close()
 
     def __enter__(self) -> Self:
         return self

@@ -15,6 +15,7 @@ OPTIONS_KEY = "moe_lightning"
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
 AdmissionMode = Literal["worst_case", "expected", "vllm"]
+FaultKind = Literal["raise", "error", "hang", "end_thread"]
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -36,6 +37,13 @@ class DebugOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Skip one kind of wait, named `waiter<-awaited`, for example `hidden_load<-attention`."""
     fail_attention_at: PositiveInt | None = None
     """The n-th attention task fails, to show that a failure unwinds cleanly."""
+    attention_fault: FaultKind | None = None
+    """How it fails: `raise` (the default) on the launching thread; on the attention stream's own thread it returns
+    an `error`, hangs for ever (`hang`), or ends the thread (`end_thread`)."""
+
+    def __post_init__(self) -> None:
+        if self.attention_fault is not None and self.fail_attention_at is None:
+            raise ValueError("attention_fault without fail_attention_at does nothing; give both")
 
 
 class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,6 +82,11 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     h2d_gb_per_s: PositiveFloat | None = None
     """Speed of the emulated link, host to device. Default: as fast as memcpy goes."""
     d2h_gb_per_s: PositiveFloat | None = None
+    stall_timeout_s: PositiveFloat = 120.0
+    """Once no copy or attention task has completed for so long while one is waited for, the engine ends with an error
+    instead of waiting on. Far above any single task's time."""
+    metrics_window_s: PositiveFloat = 10.0
+    """What the ratios and rates on /metrics look back over."""
     trace_file: str | None = None
     """Where a chrome trace of the last sweeps is written when the engine stops or is asked for its statistics."""
     trace_operations: PositiveInt = 20_000

@@ -163,6 +163,7 @@ def run_engine(
     with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
         files = {name: str(Path(scratch) / name) for name in ("request", "answer", "log")}
         Path(files["request"]).write_text(json.dumps(request))
+        environment.setdefault("TMPDIR", scratch)  # processes that just end leave their sockets and metrics behind
         if env or fresh_process:
             returncode = _run_in_new_process(files, environment, timeout_s)
         else:

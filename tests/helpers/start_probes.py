@@ -80,7 +80,8 @@ def report_host_allocations() -> None:
 
     class Mapping(original_mmap):
         def __new__(cls, fileno: int, length: int, *args: Any, **options: Any) -> Any:
-            _report("MAPPING", length)
+            if fileno == -1:  # memory; the metrics map files
+                _report("MAPPING", length)
             return original_mmap.__new__(cls, fileno, length, *args, **options)
 
     EmulatedDevice.allocate_host = allocate_host

@@ -70,6 +70,8 @@ def test_an_unknown_debug_option_is_refused_with_its_place() -> None:
         ({"trace_file": 3}, "trace_file", "3"),
         ({"debug": {"copy_timing": "slow"}}, "debug.copy_timing", "'slow'"),
         ({"debug": {"fail_attention_at": 0}}, "debug.fail_attention_at", "0"),
+        ({"debug": {"attention_fault": "hang"}}, "debug", "{'attention_fault': 'hang'}"),
+        ({"stall_timeout_s": 0}, "stall_timeout_s", "0"),
         ({"debug": {"poison": 1}}, "debug.poison", "1"),
         ({"debug": 1}, "debug", "1"),
     ],

@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import AutoTokenizer
 
 from vllm_moe_lightning.config import OPTIONS_KEY, parse_options
+from vllm_moe_lightning.engine_plan import PredictedFigures
 from vllm_moe_lightning.integration.register import WORKER_CLS
+from vllm_moe_lightning.pipeline.comparison import AchievedFigures, comparison
 
 MIB = 1 << 20
 
@@ -143,19 +146,18 @@ def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str
 
 
 def _table(report: dict[str, Any]) -> Table:
-    """One table: speed, and if experts were paged what moved, what was busy, under which policy."""
-    table = Table(title=f"moe_lightning, device: {report['device']}", show_header=False)
-    rows = [
-        ("generated tokens per second", f"{report['tokens_per_s']:.1f}"),
-        (
-            "prompts, prompt tokens, generated tokens",
-            f"{report['prompts']}, {report['prompt_tokens']}, {report['generated_tokens']}",
-        ),
-    ]
-    if "policy" in report:
-        rows += _paging_rows(report)
-    for name, value in rows:
-        table.add_row(name, value)
+    """One table: speed, and if experts were paged what moved and what was busy, predicted and achieved."""
+    table = Table("", "predicted", "achieved", title=f"moe_lightning, device: {report['device']}")
+    is_paged = "policy" in report
+    if is_paged:
+        for row in comparison(_predicted(report), _achieved(report)):
+            table.add_row(*row)
+    else:
+        table.add_row("generated tokens per second", "", f"{report['tokens_per_s']:.1f}")
+    counts = f"{report['prompts']}, {report['prompt_tokens']}, {report['generated_tokens']}"
+    table.add_row("prompts, prompt tokens, generated tokens", "", counts)
+    for name, value in _paging_rows(report) if is_paged else ():
+        table.add_row(name, "", value)
     return table
 
 
@@ -172,8 +174,6 @@ def _paging_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{report['expert_bytes_on_device'] / MIB:.1f} of {experts / MIB:.1f} MiB "
             f"({report['expert_bytes_on_device'] / experts:.0%})",
         ),
-        ("link busy (host to device)", f"{report['link_busy']:.1%} from first to last sweep"),
-        ("CPU attention busy", f"{report['cpu_attention_busy']:.1%} from first to last sweep"),
         ("waiting", f"{report['wait_s']:.2f} s of {report['sweep_s']:.2f} s in sweeps"),
         (
             "policy in force",
@@ -181,3 +181,23 @@ def _paging_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             f"{streamed} layers streamed, {resident} resident, pages of {policy['page_bytes'] / MIB:.2f} MiB",
         ),
     ]
+
+
+def _predicted(report: dict[str, Any]) -> PredictedFigures | None:
+    predicted = report["predicted"]
+    return None if predicted is None else msgspec.convert(predicted, PredictedFigures)
+
+
+def _achieved(report: dict[str, Any]) -> AchievedFigures:
+    """Tokens per second of the whole job; shares from the first sweep to the last."""
+    return AchievedFigures(
+        generated_tokens_per_s=report["tokens_per_s"],
+        computed_tokens_per_s=report["tokens"] / report["duration_s"],
+        sweep_s=report["sweep_s"] / max(1, report["sweeps"]),
+        busy={
+            "gpu": report["gpu_busy"],
+            "cpu": report["cpu_attention_busy"],
+            "h2d": report["link_busy"],
+            "d2h": report["d2h_busy"],
+        },
+    )

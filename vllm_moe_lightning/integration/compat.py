@@ -192,6 +192,37 @@ LEDGER: tuple[TouchedName, ...] = (
     TouchedName("vllm.v1.request:RequestStatus", "use", "waiting, preempted, finished", "never"),
     TouchedName("vllm.v1.worker.worker_base:WorkerBase.load_model", "patch", "overridden in our worker", "never"),
     TouchedName(
+        "vllm.v1.worker.worker_base:WorkerBase.execute_model",
+        "patch",
+        "overridden in our worker: a rank whose failure nobody hears ends, and tokens are counted",
+        "vLLM reports the failure of any rank",
+        ("self", "scheduler_output"),
+    ),
+    TouchedName("vllm.v1.core.sched.output:NewRequestData.prompt_len", "use", "tokens are counted", "never"),
+    TouchedName(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        "use",
+        "tokens are counted",
+        "never",
+        ("req_ids", "num_computed_tokens", "num_output_tokens"),
+    ),
+    TouchedName(
+        "vllm.v1.metrics.prometheus:get_prometheus_registry",
+        "use",
+        "not called: our metrics go where it looks, the global registry or the folder PROMETHEUS_MULTIPROC_DIR",
+        "never",
+    ),
+    TouchedName(
+        "vllm.distributed.parallel_state:get_world_group", "use", "process ids of the ranks, to watch them", "never"
+    ),
+    TouchedName(
+        "vllm.distributed.parallel_state:get_tp_group",
+        "use",
+        "`device_communicator.dist_module.group_name` names the shared memory of the CPU collectives, which stays "
+        "behind in /dev/shm when `vllm serve` stops",
+        "vLLM unlinks it once it is mapped",
+    ),
+    TouchedName(
         "vllm.model_executor.models.dbrx:DbrxModel.load_weights",
         "patch",
         "checkpoint names of the experts moved under `routed_experts` (integration/dbrx.py)",

@@ -19,6 +19,7 @@ from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_opt
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.compat import require_ledger
+from vllm_moe_lightning.integration.exposition import open_metrics
 from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
@@ -67,6 +68,7 @@ def configure(vllm_config: Any) -> None:
         vllm_config.model_config.enforce_eager = True
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    open_metrics(vllm_config)
 
 
 def _scheduler_cls(vllm_config: Any) -> str:

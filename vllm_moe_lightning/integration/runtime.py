@@ -26,6 +26,7 @@ from vllm_moe_lightning.numa import interleave, nodes_of
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
+from vllm_moe_lightning.pipeline.faults import attention_fault
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.report import RunReport
 from vllm_moe_lightning.pipeline.trace import write_chrome_trace
@@ -61,6 +62,7 @@ def make_device(options: MoeLightningConfig, cpus: list[int]) -> Device:
         jitter_max_s=debug.jitter_max_ms / 1e3,
         poison=debug.poison,
         check_hazards=debug.check_hazards,
+        stall_timeout_s=options.stall_timeout_s,
         cpus=cpus,
     )
 
@@ -150,7 +152,7 @@ class Runtime:
             self._pool,
             self._vllm_config.scheduler_config.max_num_batched_tokens,
             bytes_per_token,
-            self.options.debug.fail_attention_at,
+            attention_fault(self.options.debug),
         )
         self._cpu_path = CpuAttentionPath(host)
         self._device_path = DeviceAttentionPath(host, self.device, self._cache_of)
@@ -187,6 +189,11 @@ class Runtime:
                 "moe_lightning: the KV cache stays where it was first touched, attention may be slower: %s", error
             )
 
+    @property
+    def kv_bytes(self) -> int:
+        """Host memory of all layers' KV caches, once vLLM has made them."""
+        return sum(attention.kv_cache.nbytes for attention in self._attention_layers)
+
     def poison_kv_caches(self) -> None:
         """NaN bytes in every block, so that a read of a row nobody wrote shows."""
         if self.device.poison:
@@ -222,7 +229,8 @@ class Runtime:
     def close(self) -> None:
         self._write_trace()
         self.device.close()
-        self._pool.close()
+        if not self.device.stalled:  # else a task may still be in the pool, which would be waited for
+            self._pool.close()
 
 
 def _warn_of_difference(what: str, planned_bytes: int, loaded_bytes: int) -> None:

@@ -25,7 +25,7 @@ from tests.helpers.decoder import (
     run_dummy,
     steps_of,
 )
-from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError
+from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, MoeLightningError
 from vllm_moe_lightning.kernels import native
 from vllm_moe_lightning.pipeline.executor import MicroBatch
 
@@ -233,6 +233,31 @@ def test_an_attention_task_can_be_made_to_fail_by_option(name: str) -> None:
     with make_engine(device=CHECKED, schedule=name, num_micro_batches=3, debug=debug) as engine:
         got = take_all_steps(engine, DeviceTaskError, "debug.fail_attention_at")
         assert all_equal(got, plain_run(num_micro_batches=3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_task_that_fails_on_the_attention_thread_fails_the_step_and_no_other(name: str) -> None:
+    debug = {"fail_attention_at": 8, "attention_fault": "error"}
+    with make_engine(device=CHECKED, schedule=name, num_micro_batches=3, debug=debug) as engine:
+        if name == "s4":  # reported by the time its result would be read, which may be in the next step
+            with pytest.raises(DeviceTaskError, match="error injected"):
+                run(engine)
+            return
+        assert all_equal(take_all_steps(engine, DeviceTaskError, "error injected"), plain_run(num_micro_batches=3))
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [("hang", r"cpu \(\d+ of \d+ done\) runs attention\(2,0\), begun"), ("end_thread", r"ended in attention\(2,0\)")],
+)
+def test_a_task_that_never_returns_ends_the_step_with_a_name_and_the_engine_with_it(fault: str, state: str) -> None:
+    debug = {"fail_attention_at": 7, "attention_fault": fault}
+    with make_engine(device={"stall_timeout_s": 0.5}, num_micro_batches=3, debug=debug) as engine:
+        with pytest.raises(DeviceStalledError, match=state):
+            run(engine)
+        with pytest.raises(DeviceStalledError, match="has stalled before"):
+            run(engine)
+        assert engine.device.stalled
 
 
 class Interruption(Exception):
