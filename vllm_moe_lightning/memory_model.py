@@ -59,7 +59,7 @@ def _activation_bytes(spec: MoeModelSpec, micro_batch: SweepLoad) -> float:
 def _staging_bytes(spec: MoeModelSpec, policy: HrmPolicy, micro_batch: SweepLoad) -> float:
     """Packed Q, K, V on their way down and attention outputs on their way up, for `lookahead` micro-batches."""
     attention, width = spec.attention, spec.widths.activation_bytes
-    down = micro_batch.tokens * spec.kv_bytes_per_token_layer
+    down = micro_batch.tokens * attention.kv_elements_per_token * width
     down += micro_batch.decode_seqs * attention.q_elements_per_token * width
     up = micro_batch.decode_seqs * attention.out_elements_per_token * width
     return smaller(policy.lookahead, policy.num_micro_batches) * (down + up)
