@@ -16,7 +16,7 @@ CPP_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp')
 DEMO_ARGS ?=
 # A device that holds a quarter of the experts, behind a link slow enough to see.
 DEMO = $(BIN)/vllm-moe-lightning run --model examples/tiny-shakespeare-moe --prompts examples/prompts.txt \
-	--device-memory-mib 6 --page-mib 0.25 --h2d-gb-per-s 0.5 --temperature 0.7 --kv-cache-gib 0.25 \
+	--device-memory-mib 6 --page-mib 0.25 --h2d-gb-per-s 0.5 --temperature 0.7 \
 	--report build/demo/report.json $(DEMO_ARGS)
 
 # Nothing here needs a hub or reports home.

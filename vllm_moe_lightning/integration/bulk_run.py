@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers import AutoTokenizer
 
 from vllm_moe_lightning.config import OPTIONS_KEY, parse_options
 from vllm_moe_lightning.integration.register import WORKER_CLS
@@ -29,8 +30,8 @@ class BulkJob:
     seed: int = 0
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 256
-    kv_cache_bytes: int = 1 << 30
+    max_num_seqs: int | None = None
+    """None: as planned."""
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -79,15 +80,15 @@ def run_bulk_job(
     llm = LLM(
         model=str(job.model),
         worker_cls=WORKER_CLS,
-        additional_config={OPTIONS_KEY: job.options},
+        additional_config={OPTIONS_KEY: {**_expected_lengths(job, prompts), **job.options}},
         dtype=job.dtype,
         seed=job.seed,
         max_model_len=job.max_model_len,
         max_num_seqs=job.max_num_seqs,
-        kv_cache_memory_bytes=job.kv_cache_bytes,
-        enforce_eager=True,
     )
-    llm.collective_rpc("moe_lightning_reset")
+    is_paged = llm.llm_engine.vllm_config.parallel_config.worker_cls == WORKER_CLS
+    if is_paged:
+        llm.collective_rpc("moe_lightning_reset")
     started_s = time.monotonic()
     outputs = llm.generate(
         prompts,
@@ -95,7 +96,7 @@ def run_bulk_job(
         use_tqdm=True,
     )
     duration_s = time.monotonic() - started_s
-    (stats,) = llm.collective_rpc("moe_lightning_stats")
+    stats = llm.collective_rpc("moe_lightning_stats")[0] if is_paged else {"device": "stock vLLM, nothing paged"}
     texts = [output.outputs[0].text for output in outputs]
     report = _report(job, outputs, duration_s, stats)
     # Files first: nothing that goes wrong with the screen may lose a long job's answers.
@@ -116,6 +117,17 @@ def run_bulk_job(
     return report
 
 
+def _expected_lengths(job: BulkJob, prompts: list[str]) -> dict[str, Any]:
+    """The planner need not guess: the prompts are here."""
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    mean = sum(len(tokenizer.encode(prompt)) for prompt in prompts) / len(prompts)
+    longest = job.max_model_len or tokenizer.model_max_length
+    return {
+        "expected_prompt_tokens": max(1.0, mean),
+        "expected_generation_tokens": max(1, min(job.max_tokens, int(longest - mean))),
+    }
+
+
 def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str, Any]) -> dict[str, Any]:
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     generated_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -131,18 +143,28 @@ def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str
 
 
 def _table(report: dict[str, Any]) -> Table:
-    """One table of what the issue of a run is: speed, what moved, what was busy, under which policy."""
-    device = report["device"]
-    table = Table(title=f"moe_lightning, device: {device}", show_header=False)
-    policy = report["policy"]
-    streamed, resident = len(policy["streamed_layers"]), len(policy["resident_layers"])
-    experts = report["expert_bytes_on_host"] / (1 if not resident else streamed / (streamed + resident))
+    """One table: speed, and if experts were paged what moved, what was busy, under which policy."""
+    table = Table(title=f"moe_lightning, device: {report['device']}", show_header=False)
     rows = [
         ("generated tokens per second", f"{report['tokens_per_s']:.1f}"),
         (
             "prompts, prompt tokens, generated tokens",
             f"{report['prompts']}, {report['prompt_tokens']}, {report['generated_tokens']}",
         ),
+    ]
+    if "policy" in report:
+        rows += _paging_rows(report)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def _paging_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    policy = report["policy"]
+    streamed, resident = len(policy["streamed_layers"]), len(policy["resident_layers"])
+    on_host = report["expert_bytes_on_host"]
+    experts = on_host / streamed * (streamed + resident) if streamed else report["expert_bytes_on_device"]
+    return [
         ("sweeps over the layers", f"{report['sweeps']}"),
         ("pages moved to the device", f"{report['pages_moved']} ({report['bytes_paged'] / MIB:.1f} MiB)"),
         (
@@ -159,6 +181,3 @@ def _table(report: dict[str, Any]) -> Table:
             f"{streamed} layers streamed, {resident} resident, pages of {policy['page_bytes'] / MIB:.2f} MiB",
         ),
     ]
-    for name, value in rows:
-        table.add_row(name, value)
-    return table

@@ -11,11 +11,12 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
-from vllm_moe_lightning.integration.configure import options_of
+from vllm_moe_lightning.integration.configure import options_in_force
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
 from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
 from vllm_moe_lightning.integration.offloader import PagingOffloader
+from vllm_moe_lightning.integration.partial_prompts import partial_prompts_draw_nothing
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
 
@@ -33,7 +34,7 @@ class MoELightningWorker(CPUWorker):
                 "the moe_lightning plugin was not loaded where the configuration was made (VLLM_PLUGINS leaves it out, "
                 "or the package is not installed there), so this set-up is incomplete"
             )
-        self._options = options_of(vllm_config)
+        self._options = options_in_force(vllm_config)
         register_host_attention()
         register_paged_experts()
         apply_dbrx_names()
@@ -50,12 +51,16 @@ class MoELightningWorker(CPUWorker):
             super().load_model(*args, **kwargs)
             self._offloader.post_init()
         set_offloader(None)  # the global would keep the host pages alive after this engine's end
-        self._runtime.attach(self.model_runner.get_model())
+        self._runtime.attach(self.model_runner.get_model(), self._offloader.other_bytes_in_layers)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         self._runtime.spread_kv_caches()
         self._runtime.poison_kv_caches()
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        with partial_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(*args, **kwargs)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -15,7 +15,7 @@ class PipelineCounters:
     aborted_sweeps: int = 0
     refills: int = 0  # times the first layer was brought up outside of a sweep: at the start, after an abort
     steps: Counter[str] = field(default_factory=Counter)  # "decode x4": kind and number of micro-batches
-    single_micro_batch_steps: int = 0  # steps held to one micro-batch by a same-step prefix hit
+    same_step_prefix_hits: int = 0  # steps with rows kept in one micro-batch, as one reads what another writes
     rows: int = 0
     tokens: int = 0
     sweep_s: float = 0.0

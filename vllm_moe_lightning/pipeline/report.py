@@ -62,7 +62,7 @@ class RunReport:
             "aborted_sweeps": counters.aborted_sweeps,
             "refills": counters.refills,
             "steps": dict(counters.steps),
-            "single_micro_batch_steps": counters.single_micro_batch_steps,
+            "same_step_prefix_hits": counters.same_step_prefix_hits,
             "rows": counters.rows,
             "tokens": counters.tokens,
             "pages_moved": executor.ring.pages_moved - self._ring_before[0],
