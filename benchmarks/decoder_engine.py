@@ -18,6 +18,7 @@ from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache
+from vllm_moe_lightning.kv_cache_type import ElementKind, row_bytes
 from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.batching import balanced_micro_batches
@@ -92,15 +93,22 @@ class Sequences:
         return Step(token_ids, positions, lens, seq_lens, rows)
 
 
-def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, *, poison: bool = False) -> list[HostKvCache]:
+def make_caches(
+    config: DecoderConfig,
+    num_blocks: int,
+    block_size: int,
+    *,
+    poison: bool = False,
+    kind: ElementKind | None = None,
+) -> list[HostKvCache]:
     """One host cache per layer; NaN bytes under poison, so that a read of a row nobody wrote shows."""
-    numel = num_blocks * block_size * config.kv_block_numel_per_token
+    num_rows = 2 * num_blocks * block_size * config.num_kv_heads
+    num_bytes = num_rows * row_bytes(config.head_dim, config.dtype.itemsize, kind)
     caches = []
     for layer in range(config.num_layers):
-        storage = torch.zeros(numel, dtype=config.dtype)
-        if poison:
-            storage.view(torch.uint8).fill_(0xFF)
-        caches.append(HostKvCache.over(f"layer{layer}", storage, config.num_kv_heads, block_size, config.head_dim))
+        memory = torch.full((num_bytes,), 0xFF if poison else 0, dtype=torch.uint8)
+        sizes = (config.num_kv_heads, block_size, config.head_dim)
+        caches.append(HostKvCache.over(f"layer{layer}", memory.view(config.dtype), *sizes, kind))
     return caches
 
 

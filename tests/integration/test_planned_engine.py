@@ -121,6 +121,18 @@ def test_what_the_user_fixed_of_the_policy_is_not_stepped_aside_from(start):
     assert found(result, "WORKER")["class"] == "MoELightningWorker"
 
 
+def test_an_eight_bit_kv_cache_is_planned_with_its_own_bytes_and_not_stepped_aside_from(start):
+    """Stock vLLM's CPU build has none, so the flag asks for us even where all fits the device."""
+    result = start(jobs=[], kv_cache_dtype="int8_per_token_head", max_num_seqs=4)
+    front_end, worker, scheduler = (found(result, topic) for topic in ("FRONT_END", "WORKER", "SCHEDULER"))
+    plan = front_end["plan"]
+    bytes_per_token = NUM_LAYERS * 2 * 2 * (32 + 4)  # K and V, heads, elements and a scale
+    assert worker["class"] == "MoELightningWorker"
+    assert plan["kv_bytes"] == plan["num_kv_blocks"] * 128 * bytes_per_token
+    assert scheduler["num_kv_blocks"] == plan["num_kv_blocks"]
+    assert f"keys and values take {bytes_per_token} bytes per token" in result.log
+
+
 def refusal(start: Any, *args: Any, **arguments: Any) -> str:
     with pytest.raises(EngineFailedError) as failure:
         start(*args, jobs=[], **arguments)

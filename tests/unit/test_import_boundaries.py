@@ -27,6 +27,7 @@ PLANNING_ROOMS = {
     "hardware_presets.py",
     "host_limits.py",
     "kernel_costs.py",
+    "kv_cache_type.py",
     "machine_readings.py",
     "memory_model.py",
     "model_config.py",

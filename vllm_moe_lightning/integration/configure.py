@@ -23,6 +23,7 @@ from vllm_moe_lightning.integration.exposition import open_metrics
 from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
+from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
 from vllm_moe_lightning.model_config import FAMILIES
 from vllm_moe_lightning.tensor_parallel import model_of_rank
 
@@ -180,9 +181,14 @@ def _conflicts(vllm_config: Any, planner: str) -> list[tuple[bool, str, str]]:
             "run without --worker-cls",
         ),
         (
-            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *QUANTISED_TYPES),
             f"a KV cache of type {cache.cache_dtype} with a model of type {model.dtype}",
-            "drop --kv-cache-dtype",
+            f"leave --kv-cache-dtype at the model's own type, or give {' or '.join(QUANTISED_TYPES)}",
+        ),
+        (
+            bool(cache.kv_cache_dtype_skip_layers),
+            "KV caches of several types in one model",
+            "drop --kv-cache-dtype-skip-layers",
         ),
         (
             model.get_head_size() not in supported_head_dims(),

@@ -23,6 +23,7 @@ from vllm_moe_lightning.hardware_presets import GPU_PRESETS, preset_profile
 from vllm_moe_lightning.host_limits import available_memory_bytes
 from vllm_moe_lightning.integration.given_limits import given_limits
 from vllm_moe_lightning.integration.register import STEPPED_ASIDE_KEY
+from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
 from vllm_moe_lightning.model_config import spec_from_config
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.plan_table import plan_table
@@ -52,7 +53,7 @@ DESCRIBE_ONLY = frozenset(
 def request_of(vllm_config: Any, options: MoeLightningConfig) -> EngineRequest:
     """Measures this machine if nobody says what to plan for and nothing is cached."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    spec = model_spec_of(model)
+    spec = model_spec_of(model).with_kv_cache_dtype(cache.cache_dtype)
     num_ranks = parallel.tensor_parallel_size
     block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
     block_bytes = block_size * model_of_rank(spec, num_ranks).kv_bytes_per_token
@@ -179,7 +180,9 @@ def plan(vllm_config: Any, options: MoeLightningConfig) -> bool:
 def _fixed_by_user(vllm_config: Any) -> bool:
     """Whether the user asks for paging in particular, and not only for what is fastest."""
     options = vllm_config.additional_config.get(OPTIONS_KEY) or {}
-    return vllm_config.scheduler_config.scheduler_cls is not None or bool(set(options) - DESCRIBE_ONLY)
+    # Stock vLLM's CPU build has no KV cache in 8 bits with scales.
+    is_ours = vllm_config.cache_config.cache_dtype in QUANTISED_TYPES
+    return is_ours or vllm_config.scheduler_config.scheduler_cls is not None or bool(set(options) - DESCRIBE_ONLY)
 
 
 def _step_aside(vllm_config: Any, planning: EnginePlanning, stock: StockRun, paged_tokens_per_s: float) -> None:

@@ -157,13 +157,11 @@ class Runtime:
         self._cpu_path = CpuAttentionPath(host)
         self._device_path = DeviceAttentionPath(host, self.device, self._cache_of)
         PipelinedForward(model, self._vllm_config, self._running)
-        widest = max(
-            (layer.impl for layer in self._attention_layers), key=lambda impl: impl.num_kv_heads * impl.head_size
+        per_token = sum(
+            kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes, impl.cache_kind)
+            for impl in (layer.impl for layer in self._attention_layers)
         )
-        logger.info(
-            "moe_lightning: keys and values take %d bytes per token of host memory",
-            kv_bytes_per_token(len(self._attention_layers), widest.num_kv_heads, widest.head_size, element_bytes),
-        )
+        logger.info("moe_lightning: keys and values take %d bytes per token of host memory", per_token)
         if self.options.trace_file:
             self.device.set_recording(self.options.trace_operations)
         self.reset()

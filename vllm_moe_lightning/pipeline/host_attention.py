@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from vllm_moe_lightning.device.base import Buffer, Device
-from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
-from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
+from vllm_moe_lightning.kernels.attention import AttentionPool
+from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows, attention_task
 from vllm_moe_lightning.pipeline.faults import AttentionFault
 
 
@@ -107,20 +107,14 @@ class HostAttention:
         qkv = self._region(self._qkv_host, index, request, request.values_per_token)
         query, key, value = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
         output = self._region(self._out_host, index, request, self._output_values(request))
-        task = AttentionTask(
-            request.cache.blocks,
+        task = attention_task(
+            request.cache,
+            request.rows,
+            request.options,
             query=query.unflatten(1, (heads, head_dim)) if attend else None,
             output=output.view(tokens, heads, head_dim) if attend else None,
-            block_table=request.rows.block_table,
-            query_start=request.rows.query_start,
-            seq_lens=request.rows.seq_lens,
             key=key.unflatten(1, (kv_heads, head_dim)),
             value=value.unflatten(1, (kv_heads, head_dim)),
-            slot_mapping=request.rows.slot_mapping,
-            scale=request.options.scale,
-            sliding_window=request.options.sliding_window,
-            soft_cap=request.options.soft_cap,
-            sinks=request.options.sinks,
             pool=self._pool,
             check_contents=id(request.rows) not in self._checked,
         )

@@ -27,6 +27,7 @@ from tests.helpers.decoder import (
 )
 from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, MoeLightningError
 from vllm_moe_lightning.kernels import native
+from vllm_moe_lightning.kv_cache_type import ElementKind
 from vllm_moe_lightning.pipeline.executor import MicroBatch
 
 NAMES = ("cgopipe", "serial", "s2", "s3", "s4")
@@ -54,6 +55,19 @@ def test_half_precision_is_as_exact(dtype: torch.dtype, count: int) -> None:
     config = DecoderConfig(dtype=dtype)
     with make_engine(config, device=CHECKED, num_micro_batches=count) as engine:
         assert all_equal(run(engine), plain_run(config, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["cgopipe", "s4"])
+def test_quantised_caches_are_as_exact_wherever_attention_runs(
+    name: str, kind: ElementKind, dtype: torch.dtype
+) -> None:
+    config = DecoderConfig(dtype=dtype)
+    expected = plain_run(config, 3, kind=kind)
+    with make_engine(config, device=CHECKED, kind=kind, schedule=name, num_micro_batches=3) as engine:
+        assert all_equal(run(engine), expected)
+    assert not all_equal(expected, plain_run(config, 3)), "nothing was quantised"
 
 
 @pytest.mark.parametrize("name", NAMES)
