@@ -20,6 +20,7 @@ from tests.helpers.engine import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300
+END_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,12 @@ def serving(log_file: Path, *arguments: str, env: dict[str, str] | None = None) 
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)
-        with suppress(ProcessLookupError):  # engine and worker, should they have stayed
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            deadline_s = time.monotonic() + END_TIMEOUT_S
+            while time.monotonic() < deadline_s:  # the resource tracker, last of all, unlinks shared memory
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGKILL)  # engine and worker, should they have stayed
 
 
 def _wait_until_healthy(server: Server) -> None:

@@ -74,7 +74,9 @@ def test_when_a_rank_is_killed_requests_fail_and_no_process_or_shared_memory_sta
     """B32, at its hardest: the rank that vLLM does not listen to, while the other one waits for it in a collective."""
     shared_memory, folders = set(os.listdir("/dev/shm")), tmp_path / "tmp"
     folders.mkdir()
-    with serving(tmp_path / "log", *TWO_RANKS, env={"TMPDIR": str(folders)}) as server:
+    with serving(
+        tmp_path / "log", *TWO_RANKS, env={"TMPDIR": str(folders), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    ) as server:
         client = openai.OpenAI(base_url=server.base_url + "/v1", api_key="none", max_retries=0, timeout=120)
         stream = client.completions.create(
             model="shakespeare", prompt="ROMEO:", max_tokens=500, stream=True, extra_body={"ignore_eos": True}

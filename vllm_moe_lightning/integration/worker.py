@@ -85,10 +85,10 @@ class MoELightningWorker(CPUWorker):
         sampled_tokens = self._sampled_tokens.count(scheduler_output)
         try:
             output = super().execute_model(scheduler_output)
-        except Exception:
+        except BaseException as error:
             # vLLM listens to one rank only. The others' failures would be logged and nothing else, while that one
             # waits for them in a collective; but that a process is gone, everybody notices.
-            if self._peers is None or self.is_driver_worker:
+            if self._peers is None or self.is_driver_worker or not isinstance(error, Exception):
                 raise
             logger.exception("moe_lightning: rank %d failed in a step, and ends", self.rank)
             raise SystemExit(1) from None
