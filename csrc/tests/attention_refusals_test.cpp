@@ -54,7 +54,8 @@ void bad_scalars_are_refused() {
       [](Task& t) { t.soft_cap = -1.0f; },
       [](Task& t) { t.soft_cap = NAN; },
   };
-  for (const auto change : changes) {
+  for (const auto& change : changes) {
+    announce("in bad_scalars_are_refused: change %d", static_cast<int>(&change - changes));
     Task task = batch.task;
     change(task);
     task.isa = task.isa == MOL_ISA_AUTO ? int32_t{MOL_ISA_SCALAR} : task.isa;
@@ -72,6 +73,7 @@ void bad_entries_are_refused(const T* mol_attention_task::* array, int64_t size,
   for (const T bad_value : bad_values) {
     std::memcpy(changed.data(), batch.task.*array, changed.num_bytes());
     changed[index] = bad_value;
+    announce("in bad_entries_are_refused: entry %d = %lld", static_cast<int>(index), static_cast<long long>(bad_value));
     mol_attention_task task = batch.task;
     task.*array = changed.data(), task.isa = MOL_ISA_SCALAR;
     batch.check_refused(task);

@@ -10,12 +10,10 @@ constexpr int32_t kHeadDims[] = {8, 80, 128, 256};
 constexpr int32_t kHeads[][2] = {{2, 2}, {4, 2}, {3, 1}, {8, 1}};  // query heads, key/value heads
 constexpr int32_t kWindows[] = {0, 5, 33, INT32_MAX};
 
-// A failed CHECK tells what holds no more, this which case it was.
-void announce(const char* what, const Case& c) {
-  std::printf("%s: dtype %d, cache %d, head_dim %d, block_size %d, heads %d/%d, window %d, cap %g, sinks %d\n", what,
-              c.dtype, c.cache_dtype, c.head_dim, c.block_size, c.num_heads, c.num_kv_heads, c.sliding_window,
-              c.soft_cap, c.has_sinks);
-  std::fflush(stdout);
+void announce_case(const char* test, const Case& c) {
+  announce("in %s: dtype %d, cache %d, head_dim %d, block_size %d, heads %d/%d, window %d, cap %g, sinks %d", test,
+           c.dtype, c.cache_dtype, c.head_dim, c.block_size, c.num_heads, c.num_kv_heads, c.sliding_window, c.soft_cap,
+           c.has_sinks);
 }
 
 // Each type meets each block size with each head length; windows, groups, caps and sinks take turns.
@@ -32,7 +30,7 @@ void everything_at_once(int32_t isa, mol_pool* pool) {
           c.soft_cap = turn % 3 == 1 ? 1.5f : 0.0f;
           c.has_sinks = turn % 5 < 2;
           c.seqs = {{1, 1}, {67, 1}, {0, 2}, {41, 6}, {5, 5}};
-          announce("everything_at_once", c);
+          announce_case("everything_at_once", c);
           Batch(c, turn).check(isa, turn % 2 ? pool : nullptr);
           ++turn;
         }
@@ -50,7 +48,7 @@ void many_rows(int32_t isa, mol_pool* pool) {
         c.dtype = dtype, c.cache_dtype = cache_dtype, c.head_dim = 40, c.block_size = 48, c.num_heads = num_heads;
         if (num_heads == 70) c.seqs = {{50, 1}, {9, 3}};
         if (num_heads == 4) c.seqs = {{100, 40}, {35, 35}}, c.sliding_window = 20;
-        announce("many_rows", c);
+        announce_case("many_rows", c);
         Batch(c).check(isa, pool);
       }
     }
@@ -65,7 +63,7 @@ void long_contexts(int32_t isa) {
     c.head_dim = cache_dtype == MOL_BFLOAT16 ? 128 : 24, c.block_size = cache_dtype == MOL_INT8 ? 7 : 48;
     c.has_sinks = true;
     c.seqs = {{5000, 1}, {2500, 1}};
-    announce("long_contexts", c);
+    announce_case("long_contexts", c);
     Batch alone(c);
     alone.check(isa, nullptr);
     for (const int32_t num_threads : {1, 3, 7}) {

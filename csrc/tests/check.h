@@ -8,13 +8,26 @@
 
 #include "moe_lightning.h"
 
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
+// What a failure prints besides its place, if this thread has told.
+inline thread_local char case_under_test[256] = "";
+
+#define CHECK(condition)                                                                       \
+  do {                                                                                         \
+    if (!(condition)) {                                                                        \
+      std::fprintf(stderr, "%s:%d: %s %s\n", __FILE__, __LINE__, #condition, case_under_test); \
+      std::exit(1);                                                                            \
+    }                                                                                          \
   } while (0)
+
+// There if the test is built with a sanitizer: called after its report.
+extern "C" __attribute__((weak)) void __sanitizer_set_death_callback(void (*callback)(void));
+
+template <class... Values>
+void announce(const char* format, Values... values) {
+  std::snprintf(case_under_test, sizeof case_under_test, format, values...);
+  if (__sanitizer_set_death_callback == nullptr) return;
+  __sanitizer_set_death_callback([] { std::fprintf(stderr, "%s\n", case_under_test); });
+}
 
 #if defined(__SANITIZE_ADDRESS__)
 #define MOL_TEST_HAS_ASAN 1
