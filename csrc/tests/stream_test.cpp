@@ -2,21 +2,9 @@
 // timing, destruction under way, pacing accuracy and submission cost. Exits 0 when all checks hold.
 #include <time.h>
 
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <random>
 #include <vector>
 
-#include "moe_lightning.h"
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
+#include "check.h"
 
 static double now_s() {
   timespec time;
