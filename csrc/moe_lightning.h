@@ -12,7 +12,7 @@ extern "C" {
 #define MOL_API __attribute__((visibility("default")))
 
 // Raised whenever a signature or struct below changes; the Python side refuses another value.
-#define MOL_ABI_VERSION 2
+#define MOL_ABI_VERSION 3
 MOL_API int32_t mol_abi_version(void);
 // Hash of the csrc sources that this library was built from; a stale build fails loudly.
 MOL_API const char* mol_source_hash(void);
@@ -86,7 +86,8 @@ enum {
 
 typedef struct mol_pool mol_pool;
 // A thread pool for attention: the thread that calls mol_attention works too, so num_threads 1 makes no thread.
-MOL_API mol_pool* mol_pool_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
+// Workers may run on any of the CPUs; with `nodes` (one for each CPU, or NULL), in turns on those of one memory node.
+MOL_API mol_pool* mol_pool_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus, const int32_t* nodes);
 MOL_API void mol_pool_destroy(mol_pool* pool);
 
 // One task: append the new keys and values to the cache, then attend. Shapes in comments; strides in elements.

@@ -15,11 +15,13 @@ from vllm_moe_lightning.config import MoeLightningConfig, parse_options
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.device.emulated import EmulatedDevice
 from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.forward import PipelinedForward
 from vllm_moe_lightning.integration.offloader import expert_layers, paged_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
+from vllm_moe_lightning.numa import interleave, nodes_of
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
@@ -69,10 +71,11 @@ class Runtime:
     def __init__(self, vllm_config: Any, options: MoeLightningConfig) -> None:
         self._vllm_config = vllm_config
         self.options = options
-        cpus = stream_cpus()
+        cpus = self._cpus = stream_cpus()
         self.device = make_device(options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
-        default_threads = len(cpus) if is_launcher_apart else max(1, len(cpus) - 1)
+        num_cpus = min(len(cpus), usable_cpus())  # a cgroup's quota may be less than its CPUs
+        default_threads = num_cpus if is_launcher_apart else max(1, num_cpus - 1)
         self._pool = AttentionPool(options.attention_threads or default_threads, cpus)
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
@@ -154,6 +157,19 @@ class Runtime:
         attention = self._attention_layers[layer]
         block_size = self._vllm_config.cache_config.block_size
         return attention.impl.cache_over(attention, attention.kv_cache, block_size)
+
+    def spread_kv_caches(self) -> None:
+        """Over the memory nodes of the attention threads, where there is more than one."""
+        nodes = sorted(set(nodes_of(self._cpus).values()))
+        if len(nodes) < 2:
+            return
+        try:
+            for attention in self._attention_layers:
+                interleave(attention.kv_cache.data_ptr(), attention.kv_cache.nbytes, nodes)
+        except OSError as error:
+            logger.warning(
+                "moe_lightning: the KV cache stays where it was first touched, attention may be slower: %s", error
+            )
 
     def poison_kv_caches(self) -> None:
         """NaN bytes in every block, so that a read of a row nobody wrote shows."""

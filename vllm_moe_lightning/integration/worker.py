@@ -54,6 +54,7 @@ class MoELightningWorker(CPUWorker):
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
+        self._runtime.spread_kv_caches()
         self._runtime.poison_kv_caches()
 
     def shutdown(self) -> None:

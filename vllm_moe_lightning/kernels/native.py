@@ -18,7 +18,7 @@ from vllm_moe_lightning.errors import MoeLightningError
 LIBRARY_NAME = "libmoe_lightning_cpu.so"
 # A library at another path, e.g. one built with a sanitizer. Its ABI is checked, its source hash is not.
 LIBRARY_VARIABLE = "MOE_LIGHTNING_CPU_LIBRARY"
-ABI_VERSION = 2
+ABI_VERSION = 3
 REBUILD = "build it again: pip install --no-deps --force-reinstall . (editable: pip install --no-deps -e .)"
 
 TIMING_EAGER, TIMING_LAZY, TIMING_JITTER = 0, 1, 2
@@ -113,7 +113,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mol_stream_set_recording": (None, [c_void_p, c_int64]),
     "mol_stream_drain_records": (c_int64, [c_void_p, POINTER(Record), c_int64]),
     "mol_stream_set_affinity": (c_int32, [c_void_p, POINTER(c_int32), c_int32]),
-    "mol_pool_create": (c_void_p, [c_int32, POINTER(c_int32), c_int32]),
+    "mol_pool_create": (c_void_p, [c_int32, POINTER(c_int32), c_int32, POINTER(c_int32)]),
     "mol_pool_destroy": (None, [c_void_p]),
     "mol_attention": (c_int32, [c_void_p]),
     "mol_best_isa": (c_int32, []),
