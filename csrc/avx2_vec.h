@@ -30,6 +30,8 @@ struct VecAvx2 {
 
   static V load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, V a) { _mm256_storeu_ps(p, a); }
+  // Else the compiler reads it from memory again for each of its uses, and the loads become the bottleneck.
+  static void keep_in_register(V& a) { __asm__("" : "+x"(a)); }
 
   static void load_pair(const float* p, V& a, V& b) { a = _mm256_loadu_ps(p), b = _mm256_loadu_ps(p + 8); }
   static void load_pair(const mol::BFloat16* p, V& a, V& b) { widen_bfloat16(load_bits256(p), a, b); }

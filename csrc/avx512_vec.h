@@ -34,6 +34,8 @@ struct VecAvx512 {
   }
   static V load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, V a) { _mm512_storeu_ps(p, a); }
+  // Else the compiler reads it from memory again for each of its uses, and the loads become the bottleneck.
+  static void keep_in_register(V& a) { __asm__("" : "+v"(a)); }
 
   static void load_pair(const float* p, V& a, V& b) { a = _mm512_loadu_ps(p), b = _mm512_loadu_ps(p + 16); }
   static void load_pair(const mol::BFloat16* p, V& a, V& b) { widen_bfloat16(_mm512_loadu_si512(p), a, b); }

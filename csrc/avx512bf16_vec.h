@@ -10,6 +10,8 @@ struct VecAvx512Bf16 : VecAvx512 {
     if (num_elements == 2 * kLanes) return reinterpret_cast<Bits>(_mm512_loadu_si512(p));
     return reinterpret_cast<Bits>(_mm512_maskz_loadu_epi16((1u << num_elements) - 1, p));
   }
+  using VecAvx512::keep_in_register;
+  static void keep_in_register(Bits& a) { __asm__("" : "+v"(a)); }
   static V dot(V sum, Bits a, Bits b) { return _mm512_dpbf16_ps(sum, a, b); }
 };
 template <>

@@ -21,6 +21,7 @@ struct Operand {
   using V = typename Vec::V;
   using X = float;  // a token's element
   static constexpr int kStep = 2 * Vec::kLanes;
+  static constexpr int kMaxTokensRowByRow = 2;
   struct Part {
     V a, b;
   };
@@ -34,9 +35,17 @@ struct Operand {
     Vec::load_part(weights, num_columns, part.a, part.b);
     return part;
   }
-  static V add_dot(V sum, const Part& weights, const X* token) {
-    sum = Vec::fma(Vec::load(token), weights.a, sum);
-    return Vec::fma(Vec::load(token + Vec::kLanes), weights.b, sum);
+  static Part load_token(const X* token) {
+    V a = Vec::load(token), b = Vec::load(token + Vec::kLanes);
+    Vec::keep_in_register(a);
+    Vec::keep_in_register(b);
+    return {a, b};
+  }
+  static V add_dot(V sum, const Part& a, const Part& b) { return Vec::fma(a.b, b.b, Vec::fma(a.a, b.a, sum)); }
+  // The same in two sums, so that one addition need not wait for the other.
+  static void add_dot(V& sum0, V& sum1, const Part& a, const Part& b) {
+    sum0 = Vec::fma(a.a, b.a, sum0);
+    sum1 = Vec::fma(a.b, b.b, sum1);
   }
   static void pack(const W* source, int num_columns, X* target) {
     const Part part = num_columns == kStep ? load(source) : load(source, num_columns);
@@ -50,12 +59,17 @@ struct Operand<Vec, W, true> {
   using V = typename Vec::V;
   using X = uint16_t;
   static constexpr int kStep = 2 * Vec::kLanes;
+  static constexpr int kMaxTokensRowByRow = 4;
   using Part = typename Vec::Bits;
   static Part load(const W* weights) { return Vec::load_bits(&weights->bits, kStep); }
   static Part load(const W* weights, int num_columns) { return Vec::load_bits(&weights->bits, num_columns); }
-  static V add_dot(V sum, const Part& weights, const X* token) {
-    return Vec::dot(sum, Vec::load_bits(token, kStep), weights);
+  static Part load_token(const X* token) {
+    Part part = Vec::load_bits(token, kStep);
+    Vec::keep_in_register(part);
+    return part;
   }
+  static V add_dot(V sum, const Part& a, const Part& b) { return Vec::dot(sum, a, b); }
+  static void add_dot(V& sum0, V&, const Part& a, const Part& b) { sum0 = Vec::dot(sum0, a, b); }
   static void pack(const W* source, int num_columns, X* target) {
     if (num_columns < kStep) __builtin_memset(target, 0, kStep * sizeof(X));
     __builtin_memcpy(target, source, num_columns * sizeof(X));
@@ -160,13 +174,13 @@ class FfnPieceKernel {
   static_assert(kRowsPerPass % kStep == 0);
   // Up to so many tokens whole rows of weights are taken one after the other: one stream of addresses, the fastest to
   // read. More tokens need more work per load than one row gives.
-  static constexpr int kMaxTokensRowByRow = kSums < 4 ? kSums : 4;
+  static constexpr int kMaxTokensRowByRow = kSums < Op::kMaxTokensRowByRow ? kSums : Op::kMaxTokensRowByRow;
   static constexpr int kRowsPerTile = 2;
   static constexpr int kMaxTokensPerTile = kSums < kRowsPerTile ? 1 : kSums / kRowsPerTile;
   // Of tokens and weights that share L1 (32 KB and more), the tokens' part.
   static constexpr int kTokenBytes = 32 << 10;
 
-  static int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
+  static constexpr int smaller(int64_t a, int64_t b) { return static_cast<int>(a < b ? a : b); }
   static int64_t padded(int64_t num_columns) { return (num_columns + kStep - 1) / kStep * kStep; }
 
   // ---------------------------------------------------------------- tokens
@@ -186,10 +200,11 @@ class FfnPieceKernel {
       row_by_row = kSums < 2 * kRowsPerTile || num_tokens <= kMaxTokensRowByRow;
       const int most = row_by_row ? kMaxTokensRowByRow : kMaxTokensPerTile;
       num_groups = (num_tokens + most - 1) / most;
-      // Two groups of four are faster than one of eight: the tile has fewer sums to reduce while memory waits.
+      // Two groups of four are faster than one of eight: less to reduce while memory waits, and a longer way ahead.
       if (!row_by_row && num_tokens > 6 && num_groups == 1) num_groups = 2;
-      const int share = row_by_row ? num_tokens : kMaxBlockTokens;
-      chunk = kTokenBytes / static_cast<int64_t>(sizeof(X)) / share / kStep * kStep;
+      chunk = kTokenBytes / static_cast<int64_t>(sizeof(X)) / kMaxBlockTokens / kStep * kStep;
+      const int64_t all_columns = padded(num_columns);
+      if (row_by_row && all_columns * num_tokens * static_cast<int64_t>(sizeof(X)) <= kTokenBytes) chunk = all_columns;
     }
 
     int group_begin(int group) const {
@@ -340,16 +355,11 @@ class FfnPieceKernel {
   struct Count {};
 
   static void multiply_row_by_row(const Tile& tile, int num_tokens, int row, int num_rows, const Ahead& ahead) {
-    switch (num_tokens) {
-      case 1:
-        return row_by_row<1>(tile, row, num_rows, ahead);
-      case 2:
-        return row_by_row < kMaxTokensRowByRow<2 ? 1 : 2>(tile, row, num_rows, ahead);
-      case 3:
-        return row_by_row < kMaxTokensRowByRow<3 ? 1 : 3>(tile, row, num_rows, ahead);
-      default:
-        return row_by_row < kMaxTokensRowByRow<4 ? 1 : 4>(tile, row, num_rows, ahead);
-    }
+    constexpr int kMax = kMaxTokensRowByRow;
+    if (num_tokens == 1) return row_by_row<1>(tile, row, num_rows, ahead);
+    if (num_tokens == 2) return row_by_row<smaller(kMax, 2)>(tile, row, num_rows, ahead);
+    if (num_tokens == 3) return row_by_row<smaller(kMax, 3)>(tile, row, num_rows, ahead);
+    return row_by_row<kMax>(tile, row, num_rows, ahead);
   }
   template <int T>
   static void multiply_together(const Tile& tile, int num_tokens, int row, int first_row, int end_row,
@@ -361,8 +371,7 @@ class FfnPieceKernel {
     }
   }
 
-  // One row after the other, T tokens each: sums of two steps in turns, so that no addition waits for the one before.
-  // Bound by memory: 2 T FLOP per weight.
+  // One row after the other, T tokens each. Bound by memory: 2 T FLOP per weight.
   template <int T>
   static void row_by_row(const Tile& tile, int first_row, int num_rows, const Ahead& ahead) {
     V sums[kSums];
@@ -370,26 +379,20 @@ class FfnPieceKernel {
     for (int row = 0; row < num_rows; ++row) {
       const W* weights = tile.weights + row * tile.stride;
       const W* fetched = ahead.of(first_row + row);
-      V even[T], odd[T];
+      V sums0[T], sums1[T];
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) even[t] = odd[t] = Vec::set(0.0f);
+      for (int t = 0; t < T; ++t) sums0[t] = sums1[t] = Vec::set(0.0f);
       int64_t column = 0;
-      for (; column + 2 * kStep <= tile.num_columns; column += 2 * kStep) {
-        fetch<2 * kStep>(fetched, column);
-        add_dots<T>(even, Op::load(weights + column), tile.tokens + column * T);
-        add_dots<T>(odd, Op::load(weights + column + kStep), tile.tokens + (column + kStep) * T);
-      }
-      if (column + kStep <= tile.num_columns) {
-        fetch<kStep>(fetched, column);
-        add_dots<T>(even, Op::load(weights + column), tile.tokens + column * T);
-        column += kStep;
+      for (; column + kStep <= tile.num_columns; column += kStep) {
+        fetch(fetched, column);
+        add_dots<T>(sums0, sums1, Op::load(weights + column), tile.tokens + column * T);
       }
       if (column < tile.num_columns) {
         const int left = static_cast<int>(tile.num_columns - column);
-        add_dots<T>(odd, Op::load(weights + column, left), tile.tokens + column * T);
+        add_dots<T>(sums0, sums1, Op::load(weights + column, left), tile.tokens + column * T);
       }
 #pragma GCC unroll 4
-      for (int t = 0; t < T; ++t) sums[row * T + t] = Vec::add(even[t], odd[t]);
+      for (int t = 0; t < T; ++t) sums[row * T + t] = Vec::add(sums0[t], sums1[t]);
     }
     alignas(64) float totals[kSums];
     Vec::sum_lanes(sums, totals);
@@ -409,14 +412,15 @@ class FfnPieceKernel {
       const auto add = [&](const Part& row0, const Part& row1, const X* tokens) {
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) {
-          sums[2 * t] = Op::add_dot(sums[2 * t], row0, tokens + t * kStep);
-          sums[2 * t + 1] = Op::add_dot(sums[2 * t + 1], row1, tokens + t * kStep);
+          const Part token = Op::load_token(tokens + t * kStep);
+          sums[2 * t] = Op::add_dot(sums[2 * t], row0, token);
+          sums[2 * t + 1] = Op::add_dot(sums[2 * t + 1], row1, token);
         }
       };
       const W *weights0 = tile.weights, *weights1 = tile.weights + tile.stride;
       int64_t column = 0;
       for (; column + kStep <= tile.num_columns; column += kStep) {
-        for (int row = first_fetched; row < end_fetched; ++row) fetch<kStep>(fetched + row * tile.stride, column);
+        for (int row = first_fetched; row < end_fetched; ++row) fetch(fetched + row * tile.stride, column);
         add(Op::load(weights0 + column), Op::load(weights1 + column), tile.tokens + column * T);
       }
       if (column < tile.num_columns) {
@@ -434,18 +438,17 @@ class FfnPieceKernel {
   }
 
   template <int T>
-  static void add_dots(V (&sums)[T], const Part& weights, const X* tokens) {
+  static void add_dots(V (&sums0)[T], V (&sums1)[T], const Part& weights, const X* tokens) {
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) sums[t] = Op::add_dot(sums[t], weights, tokens + t * kStep);
+    for (int t = 0; t < T; ++t) Op::add_dot(sums0[t], sums1[t], weights, Op::load_token(tokens + t * kStep));
   }
-  // The lines of N columns. Where a line holds more, only its first columns fetch it.
-  template <int N>
+  // The lines of a step's columns. Where a line holds more, only its first columns fetch it.
   static void fetch(const W* weights, int64_t column) {
     constexpr int kLineColumns = 64 / sizeof(W);
     if constexpr (kLanes > 1) {
-      if (N < kLineColumns && column % kLineColumns != 0) return;
+      if (kStep < kLineColumns && column % kLineColumns != 0) return;
 #pragma GCC unroll 4
-      for (int i = 0; i < N; i += kLineColumns) __builtin_prefetch(weights + column + i);
+      for (int i = 0; i < kStep; i += kLineColumns) __builtin_prefetch(weights + column + i);
     }
   }
   static void put(const Tile& tile, int token, int row, float total) {

@@ -36,6 +36,7 @@ struct VecScalar {
   static V zero_if_less(V x, V limit, V a) { return x < limit ? 0.0f : a; }
 
   static V load(const float* p) { return *p; }
+  static void keep_in_register(V&) {}
   static V widen(const BFloat16* p) { return float_of(static_cast<uint32_t>(p->bits) << 16); }
   static V widen(const Float16* p) {
     const uint32_t sign = (p->bits & 0x8000u) << 16, magnitude = p->bits & 0x7fffu;
