@@ -116,11 +116,13 @@ class PieceKernel {
     Sums& sums = scratch_.total;
     for (int row = 0; row < piece_.num_rows(); ++row) {
       const int64_t token = token_of(row), head = head_of(row);
-      // A sink is a key with this logit and no value.
-      const float sink = task_.sinks ? task_.sinks[head] : kMinusInfinity;
-      const float row_max = sums.row_max[row] < sink ? sink : sums.row_max[row];
-      const float rescale = weight(sums.row_max[row], row_max);
-      const float row_sum = sums.row_sum[row] * rescale + weight(sink, row_max);
+      float row_max = sums.row_max[row], row_sum = sums.row_sum[row], rescale = 1.0f;
+      if (task_.sinks) {  // a sink is a key with this logit and no value
+        const float sink = task_.sinks[head];
+        if (row_max < sink) row_max = sink;
+        rescale = weight(sums.row_max[row], row_max);
+        row_sum = row_sum * rescale + weight(sink, row_max);
+      }
       if (task_.log_sum_exp) {
         task_.log_sum_exp[token * task_.num_heads + head] = row_max + __builtin_logf(row_sum);
       }
@@ -400,6 +402,7 @@ class PieceKernel {
     for (int r = 0; r < R; ++r) sums.row_sum[row + r] += Vec::reduce_sum(lane_sums[r]);
   }
   void rescale(int row, float old_max, float reference, Sums& sums) {
+    if (old_max == kMinusInfinity) return;  // nothing but zeros so far
     const V factor = exp_not_above_0<Vec>(Vec::set(old_max - reference));
     sums.row_sum[row] *= Vec::first(factor);
     float* output = sums.output + row * stride_;

@@ -16,6 +16,8 @@ import torch
 
 from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError, UnsupportedError
 from vllm_moe_lightning.kernels import native
+from vllm_moe_lightning.kernels.quantised_cache import QuantisedCache
+from vllm_moe_lightning.numa import nodes_of
 
 ISA_BY_NAME = {
     "auto": native.ISA_AUTO,
@@ -29,6 +31,7 @@ DTYPE_CODES = {
     torch.bfloat16: native.BFLOAT16,
     torch.float16: native.FLOAT16,
 }
+QUANTISED_CODES = {"int8": native.INT8, "fp8": native.FP8_E4M3}
 HEAD_DIM_STEP = 8
 MAX_HEAD_DIM = 256
 
@@ -38,7 +41,7 @@ def supported_head_dims() -> tuple[int, ...]:
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that are compiled in and that this CPU and OS can run, by name, in the order of their age."""
+    """The instruction sets that are compiled in and that this CPU and OS can run, by name, oldest first."""
     library = native.library()
     return tuple(n for n, isa in ISA_BY_NAME.items() if n != "auto" and library.mol_isa_available(isa))
 
@@ -64,7 +67,8 @@ def resolve_isa(name: str) -> str:
 class AttentionPool:
     """Threads for attention. The calling thread works too and counts: num_threads=1 starts none.
 
-    Workers may run on any CPU of `cpus`; none given: on those that the creating thread may use.
+    Workers may run on any CPU of `cpus`, if these lie at several memory nodes then in turns on those of one node; none
+    given: on those that the creating thread may use.
     """
 
     def __init__(self, num_threads: int, cpus: Sequence[int] = ()) -> None:
@@ -72,7 +76,10 @@ class AttentionPool:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self.num_threads = num_threads
         self._pointer: int | None = native.library().mol_pool_create(
-            num_threads, (ctypes.c_int32 * len(cpus))(*cpus), len(cpus)
+            num_threads,
+            (ctypes.c_int32 * len(cpus))(*cpus),
+            len(cpus),
+            (ctypes.c_int32 * len(cpus))(*nodes_of(cpus).values()),
         )
         if self._pointer is None:
             raise MoeLightningError(
@@ -114,7 +121,7 @@ class AttentionTask:
 
     def __init__(
         self,
-        kv_cache: torch.Tensor,  # [N, Hk, 2 (K, V), B, D], contiguous
+        kv_cache: torch.Tensor | QuantisedCache,  # [N, Hk, 2 (K, V), B, D], contiguous
         *,
         query: torch.Tensor | None = None,  # [T, Hq, D]; any stride between tokens, as in a fused QKV tensor
         output: torch.Tensor | None = None,  # [T, Hq, D]
@@ -128,22 +135,28 @@ class AttentionTask:
         sliding_window: int = 0,  # a query sees itself and the window - 1 tokens before it; 0: no window
         soft_cap: float = 0.0,
         sinks: torch.Tensor | None = None,  # [Hq] float32: a logit per head that has no value
+        log_sum_exp: torch.Tensor | None = None,  # [T, Hq] float32, written: log of the sum of exp(logit), sinks too
         isa: str = "auto",
         pool: AttentionPool | None = None,
         check_contents: bool = True,  # False: these lengths and blocks were checked for an earlier task; the C side
         # still refuses a bad one, without saying which
     ) -> None:
         self._kept = (kv_cache, query, output, block_table, query_start, seq_lens, key, value, slot_mapping)
-        self._kept_options = (sinks, pool)
+        self._kept_options = (sinks, pool, log_sum_exp)
         num_blocks, num_kv_heads, block_size, head_dim = check_cache(kv_cache)
+        dtype = _dtype_of(kv_cache, query, key)
+        if isinstance(kv_cache, QuantisedCache):
+            cache_pointer, cache_code = kv_cache.blocks.data_ptr(), QUANTISED_CODES[kv_cache.kind]
+        else:
+            cache_pointer, cache_code = kv_cache.data_ptr(), DTYPE_CODES[dtype]
         argument = native.AttentionTask(
-            kv_cache=kv_cache.data_ptr(),
+            kv_cache=cache_pointer,
             num_blocks=num_blocks,
             num_kv_heads=num_kv_heads,
             block_size=block_size,
             head_dim=head_dim,
-            dtype=DTYPE_CODES[kv_cache.dtype],
-            cache_dtype=DTYPE_CODES[kv_cache.dtype],
+            dtype=DTYPE_CODES[dtype],
+            cache_dtype=cache_code,
             isa=ISA_BY_NAME[resolve_isa(isa)],
             num_heads=num_kv_heads,
             scale=head_dim**-0.5 if scale is None else scale,
@@ -159,13 +172,13 @@ class AttentionTask:
         if key is not None or value is not None or slot_mapping is not None:
             if key is None or value is None or slot_mapping is None:
                 raise ValueError("to append, give key, value and slot_mapping; to only attend, none of them")
-            _fill_append(argument, kv_cache, key, value, slot_mapping)
+            _fill_append(argument, dtype, key, value, slot_mapping)
         if query is not None or output is not None:
             if query is None or output is None or block_table is None or query_start is None or seq_lens is None:
                 raise ValueError("to attend, give query, output, block_table, query_start and seq_lens")
             if argument.append and key is not None and key.shape[0] != query.shape[0]:
                 raise ValueError(f"query has {query.shape[0]} tokens, key and value have {key.shape[0]}")
-            _fill_attend(argument, kv_cache, query, output, sinks)
+            _fill_attend(argument, dtype, query, output, sinks, log_sum_exp)
             if check_contents:
                 _check_sequences(argument, block_table, query_start, seq_lens)
             _fill_sequences(argument, block_table, query_start, seq_lens)
@@ -182,8 +195,28 @@ class AttentionTask:
             raise DeviceTaskError(f"CPU attention failed: {native.ERROR_NAMES.get(code, f'code {code}')}")
 
 
-def check_cache(kv_cache: torch.Tensor) -> tuple[int, int, int, int]:
+def _dtype_of(
+    kv_cache: torch.Tensor | QuantisedCache, query: torch.Tensor | None, key: torch.Tensor | None
+) -> torch.dtype:
+    """Of query, key, value and output: the cache's own, or where that is quantised whatever they come in."""
+    if not isinstance(kv_cache, QuantisedCache):
+        return kv_cache.dtype
+    given = query if query is not None else key
+    if given is None:
+        return torch.float32
+    if given.dtype not in DTYPE_CODES:
+        names = ", ".join(str(dtype) for dtype in DTYPE_CODES)
+        raise ValueError(f"query and key must be one of {names}, got {given.dtype}")
+    return given.dtype
+
+
+def check_cache(kv_cache: torch.Tensor | QuantisedCache) -> tuple[int, int, int, int]:
     """num_blocks, num_kv_heads, block_size and head_dim of a KV cache that the kernels can use."""
+    if isinstance(kv_cache, QuantisedCache):
+        blocks = kv_cache.blocks
+        if blocks.device.type != "cpu" or not blocks.is_contiguous():
+            raise ValueError(f"kv_cache must be contiguous host memory, got {_show(blocks)}")
+        return _check_sizes(blocks.shape[0], blocks.shape[1], kv_cache.block_size, kv_cache.head_dim)
     if kv_cache.dim() != 5 or kv_cache.shape[2] != 2:
         raise ValueError(f"kv_cache must be [num_blocks, num_kv_heads, 2, block_size, head_dim], got {_show(kv_cache)}")
     if kv_cache.dtype not in DTYPE_CODES:
@@ -192,8 +225,14 @@ def check_cache(kv_cache: torch.Tensor) -> tuple[int, int, int, int]:
     if kv_cache.device.type != "cpu" or not kv_cache.is_contiguous():
         raise ValueError(f"kv_cache must be contiguous host memory, got {_show(kv_cache)}")
     num_blocks, num_kv_heads, _, block_size, head_dim = kv_cache.shape
+    return _check_sizes(num_blocks, num_kv_heads, block_size, head_dim)
+
+
+def _check_sizes(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int) -> tuple[int, int, int, int]:
     if min(num_blocks, num_kv_heads, block_size) < 1:
-        raise ValueError(f"kv_cache has an empty dimension: {_show(kv_cache)}")
+        raise ValueError(
+            f"kv_cache has an empty dimension: {num_blocks} blocks of {num_kv_heads} heads x {block_size} tokens"
+        )
     if head_dim % HEAD_DIM_STEP != 0 or not 0 < head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got {head_dim}")
     return num_blocks, num_kv_heads, block_size, head_dim
@@ -201,7 +240,7 @@ def check_cache(kv_cache: torch.Tensor) -> tuple[int, int, int, int]:
 
 def _fill_append(
     argument: native.AttentionTask,
-    kv_cache: torch.Tensor,
+    dtype: torch.dtype,
     key: torch.Tensor,
     value: torch.Tensor,
     slot_mapping: torch.Tensor,
@@ -209,7 +248,7 @@ def _fill_append(
     num_tokens = key.shape[0]
     row = (num_tokens, argument.num_kv_heads, argument.head_dim)
     for name, tensor in (("key", key), ("value", value)):
-        _check_rows(name, tensor, row, kv_cache.dtype)
+        _check_rows(name, tensor, row, dtype)
     _check_indices("slot_mapping", slot_mapping, (num_tokens,), torch.int64)
     num_slots = argument.num_blocks * argument.block_size
     if num_tokens and int(slot_mapping.max()) >= num_slots:
@@ -223,10 +262,11 @@ def _fill_append(
 
 def _fill_attend(
     argument: native.AttentionTask,
-    kv_cache: torch.Tensor,
+    dtype: torch.dtype,
     query: torch.Tensor,
     output: torch.Tensor,
     sinks: torch.Tensor | None,
+    log_sum_exp: torch.Tensor | None,
 ) -> None:
     if query.dim() != 3 or query.shape[1] == 0 or query.shape[1] % argument.num_kv_heads != 0:
         raise ValueError(
@@ -235,7 +275,7 @@ def _fill_attend(
         )
     num_tokens, num_heads, _ = query.shape
     for name, tensor in (("query", query), ("output", output)):
-        _check_rows(name, tensor, (num_tokens, num_heads, argument.head_dim), kv_cache.dtype)
+        _check_rows(name, tensor, (num_tokens, num_heads, argument.head_dim), dtype)
     argument.attend = 1
     argument.num_tokens, argument.num_heads = num_tokens, num_heads
     argument.query, argument.query_token_stride = query.data_ptr(), _token_stride(query)
@@ -243,6 +283,9 @@ def _fill_attend(
     if sinks is not None:
         _check_indices("sinks", sinks, (num_heads,), torch.float32)
         argument.sinks = sinks.data_ptr()
+    if log_sum_exp is not None:
+        _check_indices("log_sum_exp", log_sum_exp, (num_tokens, num_heads), torch.float32)
+        argument.log_sum_exp = log_sum_exp.data_ptr()
 
 
 def _check_sequences(

@@ -1,0 +1,186 @@
+"""Attention over 8-bit caches: what append writes, and what the kernels make of it, on every instruction set."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.attention_batch import Batch, Case
+from vllm_moe_lightning.kernels import attention, reference
+from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
+from vllm_moe_lightning.kernels.quantised_cache import QuantisedCache
+
+ISAS = attention.available_isas()
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+KINDS = ("int8", "fp8")
+# The reference reads the same quantised elements; left are the order of adding and the rounding of the result.
+TOLERANCES = {
+    torch.float32: {"rtol": 1e-5, "atol": 3e-5},
+    torch.bfloat16: {"rtol": 2**-8, "atol": 3e-5},
+    torch.float16: {"rtol": 2**-11, "atol": 3e-5},
+}
+MIXED = Case(
+    seq_lens=(1, 15, 16, 17, 33, 64, 65, 0, 129, 40, 5, 37, 150, 0, 80),
+    query_lens=(1, 1, 1, 1, 1, 1, 1, 1, 1, 40, 5, 20, 70, 0, 0),
+)
+
+all_isas = pytest.mark.parametrize("isa", ISAS)
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def stale(num_blocks: int, num_kv_heads: int, block_size: int, head_dim: int, kind: str) -> QuantisedCache:
+    """Bytes that are NaN as scales and as fp8."""
+    cache = QuantisedCache.empty(num_blocks, num_kv_heads, block_size, head_dim, kind)
+    cache.blocks.fill_(0xFF)
+    return cache
+
+
+def quantised_batch(case: Case, kind: str) -> tuple[Batch, QuantisedCache]:
+    """The batch's context, appended to a quantised cache row by row."""
+    batch = Batch(case)
+    cache = stale(batch.kv_cache.shape[0], case.num_kv_heads, case.block_size, case.head_dim, kind)
+    is_known = ~batch.kv_cache[:, 0, 0, :, 0].isnan()
+    blocks, offsets = is_known.nonzero(as_tuple=True)
+    rows = batch.kv_cache[blocks, :, :, offsets]  # [tokens, Hk, 2, D]
+    AttentionTask(
+        cache,
+        key=rows[:, :, 0].contiguous(),
+        value=rows[:, :, 1].contiguous(),
+        slot_mapping=blocks * case.block_size + offsets,
+    ).run()
+    return batch, cache
+
+
+def run(
+    batch: Batch, cache: QuantisedCache, isa: str, pool: AttentionPool | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, log_sum_exp)"""
+    output = torch.full(batch.query.shape, 9.0, dtype=batch.query.dtype)
+    log_sum_exp = torch.full(batch.query.shape[:2], 9.0)
+    AttentionTask(
+        cache,
+        query=batch.query,
+        output=output,
+        block_table=batch.block_table,
+        query_start=batch.query_start,
+        seq_lens=batch.seq_lens,
+        key=batch.key,
+        value=batch.value,
+        slot_mapping=batch.slot_mapping,
+        log_sum_exp=log_sum_exp,
+        isa=isa,
+        pool=pool,
+        **batch.options,
+    ).run()
+    return output, log_sum_exp
+
+
+def expected(batch: Batch, cache: QuantisedCache) -> torch.Tensor:
+    return reference.paged_attention(
+        batch.query, cache.dequantised(), batch.block_table, batch.query_start, batch.seq_lens, **batch.options
+    )
+
+
+@all_isas
+@all_kinds
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"head_dim": 128, "block_size": 32},
+        {"head_dim": 80, "block_size": 48, "sliding_window": 50, "has_sinks": True, "soft_cap": 30.0},
+        {"num_heads": 34, "block_size": 20},
+    ],
+    ids=str,
+)
+def test_attention_matches_the_reference_on_the_same_elements(
+    isa: str, kind: str, dtype: torch.dtype, options: dict[str, object]
+) -> None:
+    batch, cache = quantised_batch(replace(MIXED, dtype=dtype, **options), kind)
+    output, _ = run(batch, cache, isa)
+    torch.testing.assert_close(output.float(), expected(batch, cache), **TOLERANCES[dtype])
+
+
+@all_kinds
+def test_append_stores_the_nearest_element_of_each_token_and_head(kind: str) -> None:
+    torch.manual_seed(0)
+    num_tokens, heads, head_dim, block_size = 48, 3, 64, 16
+    scales = torch.logspace(-30, 30, num_tokens * heads).view(num_tokens, heads, 1)
+    key, value = (torch.randn(num_tokens, heads, head_dim) * scales for _ in range(2))
+    cache = stale(3, heads, block_size, head_dim, kind)
+    AttentionTask(cache, key=key, value=value, slot_mapping=torch.arange(num_tokens)).run()
+    got = cache.dequantised().permute(0, 3, 1, 2, 4).reshape(num_tokens, heads, 2, head_dim)
+    given = torch.stack([key, value], dim=2)
+    greatest = given.abs().amax(dim=-1, keepdim=True)
+    if kind == "int8":
+        assert ((got - given).abs() <= greatest / 127 * 0.5001).all()
+    else:
+        scale = greatest / 448
+        nearest = (given / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+        torch.testing.assert_close(got, nearest, rtol=2**-3, atol=0.0)  # a tie may fall to the other neighbour
+        assert (got != nearest).float().mean() < 1e-3
+
+
+@all_kinds
+def test_a_row_of_zeros_stays_zero_and_one_with_nan_or_infinity_is_not_hidden(kind: str) -> None:
+    for bad in (0.0, float("nan"), float("inf")):
+        key = torch.ones(2, 1, 32)
+        key[1, 0, 3] = bad
+        if bad == 0.0:
+            key[1] = 0.0
+        cache = stale(1, 1, 16, 32, kind)
+        AttentionTask(cache, key=key, value=key, slot_mapping=torch.arange(2)).run()
+        rows = cache.dequantised()[0, 0, :, :2]
+        assert torch.equal(rows[:, 0], torch.ones(2, 32))
+        assert rows[:, 1].eq(0).all() if bad == 0.0 else rows[:, 1].isnan().all()
+
+
+@all_isas
+@all_kinds
+def test_threads_change_no_bit(isa: str, kind: str) -> None:
+    case = Case(seq_lens=(3000, 70, 20), query_lens=(1, 1, 20), head_dim=32, block_size=32, num_heads=4)
+    alone, log_sum_exp = run(*quantised_batch(case, kind), isa)
+    with AttentionPool(5) as pool:
+        together, log_sum_exp_together = run(*quantised_batch(case, kind), isa, pool)
+    assert torch.equal(alone, together)
+    assert torch.equal(log_sum_exp, log_sum_exp_together)
+
+
+@all_isas
+@pytest.mark.parametrize(("kind", "bound"), [(None, 0.0025), ("int8", 0.008), ("fp8", 0.008)])
+def test_relative_error_against_float64_stays_within_the_stated_bound(isa: str, kind: str | None, bound: float) -> None:
+    """Of the kernel, on the elements that the cache holds."""
+    case = Case(
+        seq_lens=(900, 64, 333), query_lens=(1, 1, 1), num_heads=32, num_kv_heads=8, head_dim=128, block_size=32
+    )
+    batch = Batch(case)
+    if kind is None:
+        output, held = batch.run(isa), batch.kv_cache
+    else:
+        batch, cache = quantised_batch(case, kind)
+        output, _ = run(batch, cache, isa)
+        held = cache.dequantised()
+    for seq, seq_len in enumerate(case.seq_lens):
+        key, value = (x.double() for x in reference.gather(held, batch.block_table[seq], 0, seq_len))
+        query = batch.query[seq].double().view(8, 4, 128)
+        weights = torch.softmax(torch.einsum("hgd,khd->hgk", query, key) * 128**-0.5, dim=-1)
+        exact = torch.einsum("hgk,khd->hgd", weights, value).view(32, 128)
+        error = (output[seq].double() - exact).norm() / exact.norm()
+        assert error <= bound
+
+
+@pytest.mark.parametrize(("kind", "bound"), [("int8", 0.012), ("fp8", 0.045)])
+def test_quantisation_costs_no_more_accuracy_than_stated(kind: str, bound: float) -> None:
+    case = Case(seq_lens=(900,), query_lens=(1,), num_heads=32, num_kv_heads=8, head_dim=128, block_size=32)
+    batch, cache = quantised_batch(case, kind)
+    output, _ = run(batch, cache, "auto")
+    exact = batch.expected()
+    assert (output.float() - exact).norm() / exact.norm() <= bound
+
+
+def test_a_cache_of_the_wrong_size_or_kind_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="kind of a quantised cache must be 'int8' or 'fp8', got 'int4'"):
+        QuantisedCache(torch.empty(1, 1, 2176, dtype=torch.uint8), "int4", 16, 64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"must be \[num_blocks, num_kv_heads, 2176\] of uint8, got \[1, 1, 2048\]"):
+        QuantisedCache(torch.empty(1, 1, 2048, dtype=torch.uint8), "int8", 16, 64)
