@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -28,9 +27,11 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.decoder_engine import DecoderEngine, Sequences, make_caches
+from benchmarks.machine import commit
 from benchmarks.torch_decoder import DecoderConfig, MoeDecoder
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device import EmulatedDevice
+from vllm_moe_lightning.host_limits import cpu_name
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
 from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
 from vllm_moe_lightning.pipeline.simulator import SimulatedSweep, simulate
@@ -185,23 +186,15 @@ def predict(engine: DecoderEngine, schedule: str, rounds: Rounds) -> SimulatedSw
 
 
 def machine(cpus: Cpus) -> dict[str, Any]:
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    root = Path(__file__).resolve().parents[1]
-    git = ["git", "-C", str(root)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "num_cpus": len({*cpus.compute, *cpus.others}),
         "cpus_of_compute": cpus.compute,
         "load_average": os.getloadavg()[0],
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        "commit": commit + ("+changes" if changed else ""),
+        "commit": commit(),
     }
 
 

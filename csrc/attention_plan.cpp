@@ -44,7 +44,7 @@ class Planner {
   // Keys that are read, once for each query token.
   int64_t cost(int32_t seq) const {
     int64_t keys = task_.seq_lens[seq];
-    if (task_.sliding_window > 0) keys = std::min<int64_t>(keys, task_.sliding_window + query_len(seq) - 1);
+    if (task_.sliding_window > 0) keys = std::min(keys, int64_t{task_.sliding_window} + query_len(seq) - 1);
     return query_len(seq) * keys;
   }
 

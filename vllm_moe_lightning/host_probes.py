@@ -22,6 +22,7 @@ import torch
 from vllm_moe_lightning.hardware import MIB
 from vllm_moe_lightning.host_limits import IN_MEMORY, file_system_of
 from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
+from vllm_moe_lightning.kernels.read_probe import READ_PATTERNS, read_once
 from vllm_moe_lightning.machine_readings import BYTES_PER_S, FLOPS_PER_S, SECONDS, Reading
 
 
@@ -86,11 +87,18 @@ def thread_counts(num_threads: int) -> list[int]:
 
 
 def host_read(num_threads: int, effort: Effort) -> Reading:
-    """A dot product of two long vectors: of what torch offers the pattern that reads fastest, two streams at a time."""
-    vectors = torch.ones(2, effort.buffer_bytes // 8)
-    with torch_threads(num_threads):
-        seconds = timed_s(lambda: torch.dot(vectors[0], vectors[1]), effort.repeats)
-    return rate_of(f"host_read.{num_threads}", BYTES_PER_S, vectors.nbytes, seconds, "dot product of two vectors")
+    """The fastest of the read probe's patterns, taken in turn so that a disturbance does not choose."""
+    memory = torch.ones(effort.buffer_bytes, dtype=torch.uint8)
+    seconds: dict[str, list[float]] = {pattern: [] for pattern in READ_PATTERNS}
+    with AttentionPool(num_threads) as pool:
+        for repeat in range(-1, effort.repeats):  # the first time warms up
+            for pattern, taken_s in seconds.items():
+                started_s = time.perf_counter()
+                read_once(memory, pattern, pool=pool)
+                if repeat >= 0:
+                    taken_s.append(time.perf_counter() - started_s)
+    best = min(seconds, key=lambda pattern: statistics.median(seconds[pattern]))
+    return rate_of(f"host_read.{num_threads}", BYTES_PER_S, memory.nbytes, seconds[best], best)
 
 
 def memcpy(num_threads: int, effort: Effort) -> Reading:

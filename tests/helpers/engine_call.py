@@ -150,6 +150,11 @@ def kv_bytes_per_token(llm: Any) -> dict[str, int]:
     }
 
 
+def forget_prefixes(llm: Any) -> bool:
+    """Empties the prefix cache: the next job computes all of its prompts."""
+    return llm.reset_prefix_cache()
+
+
 def use_threads(llm: Any, count: int) -> int:
     """OpenMP threads from here on; vLLM's CPU worker has put a stub in place of torch.set_num_threads."""
     import torch

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.predicted_vs_measured import CpuClock, kendall_tau
+from benchmarks.cpu_clock import CpuClock
+from benchmarks.predicted_vs_measured import kendall_tau
 from benchmarks.task_times import Plan, TaskRun, TaskTimes, delays_of
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.simulator import simulate

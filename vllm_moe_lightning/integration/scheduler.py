@@ -23,10 +23,11 @@ from vllm.v1.request import RequestStatus
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.admission_gate import AdmissionGate
-from vllm_moe_lightning.integration.configure import options_of
+from vllm_moe_lightning.integration.configure import options_in_force, options_of
 from vllm_moe_lightning.integration.register import WORKER_CLS
 from vllm_moe_lightning.integration.request_mix import PrefillShare, RequestMix
 from vllm_moe_lightning.integration.step_limits import MOST_SCANNED, StepLimits, step_limits
+from vllm_moe_lightning.policy.policy import DEFAULT_NUM_MICRO_BATCHES
 
 logger = init_logger("vllm.vllm_moe_lightning.scheduler")
 
@@ -54,7 +55,7 @@ class MoELightningScheduler(Scheduler):
         self._mix = RequestMix(self.max_num_running_reqs)
         self._gate = AdmissionGate(self.kv_cache_manager, options.admission, self.max_model_len, self._mix)
         self._admission = options.admission
-        self._num_micro_batches = (plan or options).num_micro_batches
+        self._num_micro_batches = options_in_force(vllm_config).num_micro_batches or DEFAULT_NUM_MICRO_BATCHES
         self._share = plan and PrefillShare(plan, self.max_num_running_reqs, self.max_num_scheduled_tokens)
         self._limits: StepLimits | None = None
         self._num_new_long = self._num_passed_over = 0

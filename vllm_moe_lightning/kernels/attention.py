@@ -17,6 +17,7 @@ import torch
 from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError, UnsupportedError
 from vllm_moe_lightning.kernels import native
 from vllm_moe_lightning.kernels.quantised_cache import QuantisedCache
+from vllm_moe_lightning.numa import nodes_of
 
 ISA_BY_NAME = {
     "auto": native.ISA_AUTO,
@@ -40,7 +41,7 @@ def supported_head_dims() -> tuple[int, ...]:
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that are compiled in and that this CPU and OS can run, by name, in the order of their age."""
+    """The instruction sets that are compiled in and that this CPU and OS can run, by name, oldest first."""
     library = native.library()
     return tuple(n for n, isa in ISA_BY_NAME.items() if n != "auto" and library.mol_isa_available(isa))
 
@@ -66,7 +67,8 @@ def resolve_isa(name: str) -> str:
 class AttentionPool:
     """Threads for attention. The calling thread works too and counts: num_threads=1 starts none.
 
-    Workers may run on any CPU of `cpus`; none given: on those that the creating thread may use.
+    Workers may run on any CPU of `cpus`, if these lie at several memory nodes then in turns on those of one node; none
+    given: on those that the creating thread may use.
     """
 
     def __init__(self, num_threads: int, cpus: Sequence[int] = ()) -> None:
@@ -74,7 +76,10 @@ class AttentionPool:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self.num_threads = num_threads
         self._pointer: int | None = native.library().mol_pool_create(
-            num_threads, (ctypes.c_int32 * len(cpus))(*cpus), len(cpus)
+            num_threads,
+            (ctypes.c_int32 * len(cpus))(*cpus),
+            len(cpus),
+            (ctypes.c_int32 * len(cpus))(*nodes_of(cpus).values()),
         )
         if self._pointer is None:
             raise MoeLightningError(
@@ -140,15 +145,18 @@ class AttentionTask:
         self._kept_options = (sinks, pool, log_sum_exp)
         num_blocks, num_kv_heads, block_size, head_dim = check_cache(kv_cache)
         dtype = _dtype_of(kv_cache, query, key)
-        is_quantised = isinstance(kv_cache, QuantisedCache)
+        if isinstance(kv_cache, QuantisedCache):
+            cache_pointer, cache_code = kv_cache.blocks.data_ptr(), QUANTISED_CODES[kv_cache.kind]
+        else:
+            cache_pointer, cache_code = kv_cache.data_ptr(), DTYPE_CODES[dtype]
         argument = native.AttentionTask(
-            kv_cache=(kv_cache.blocks if is_quantised else kv_cache).data_ptr(),
+            kv_cache=cache_pointer,
             num_blocks=num_blocks,
             num_kv_heads=num_kv_heads,
             block_size=block_size,
             head_dim=head_dim,
             dtype=DTYPE_CODES[dtype],
-            cache_dtype=QUANTISED_CODES[kv_cache.kind] if is_quantised else DTYPE_CODES[dtype],
+            cache_dtype=cache_code,
             isa=ISA_BY_NAME[resolve_isa(isa)],
             num_heads=num_kv_heads,
             scale=head_dim**-0.5 if scale is None else scale,

@@ -30,7 +30,7 @@ def machine(*, quick: bool = False, age: timedelta = timedelta()) -> MeasuredMac
         load_average=0.1,
         duration_s=12.0,
         readings=(
-            Reading(name="host_read.2", unit=BYTES_PER_S, best=40e9, median=39e9, note="dot product"),
+            Reading(name="host_read.2", unit=BYTES_PER_S, best=40e9, median=39e9, note="two streams"),
             Reading(name="cuda_h2d", unit=BYTES_PER_S, best=None, note="not run: no GPU"),
         ),
         profile=replace(preset_profile("t4"), measured_at=taken_at),
