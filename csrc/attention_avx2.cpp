@@ -12,6 +12,8 @@ struct Vec {
   static constexpr int kSums = 8;
   template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class C>
+  static constexpr bool kMultipliesIntegers = false;
   template <class T>
   static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 
@@ -95,8 +97,8 @@ struct Vec {
   static void sum_lanes(const V (&sums)[kSums], float* totals) {
     const V low = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
     const V high = _mm256_hadd_ps(_mm256_hadd_ps(sums[4], sums[5]), _mm256_hadd_ps(sums[6], sums[7]));
-    _mm256_storeu_ps(totals, _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20),
-                                           _mm256_permute2f128_ps(low, high, 0x31)));
+    _mm256_storeu_ps(totals,
+                     _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)));
   }
 
  private:

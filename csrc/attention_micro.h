@@ -247,6 +247,11 @@ struct Micro {
     p = Vec::fma(Vec::mul(r, r), p, Vec::add(r, Vec::set(1.0f)));
     return Vec::zero_if_less(x, Vec::set(-87.33f), Vec::times_power_of_two(p, n));
   }
+  // exp(logit - reference); 0 for a logit of minus infinity, 1 for logit = reference.
+  static float weight(float logit, float reference) {
+    if (logit == -__builtin_inff()) return 0.0f;
+    return Vec::first(exp(Vec::set(logit - reference)));
+  }
 };
 
 }  // namespace mol

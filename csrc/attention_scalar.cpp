@@ -24,6 +24,8 @@ struct Vec {
   static constexpr int kSums = 1;
   template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class C>
+  static constexpr bool kMultipliesIntegers = false;
   template <class T>
   static constexpr bool kIsInterleaved = false;
 
