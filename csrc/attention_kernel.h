@@ -180,12 +180,29 @@ class PieceKernel {
   }
   int64_t value_offset() const { return static_cast<int64_t>(task_.block_size) * head_dim_ * sizeof(C); }
 
-  // The lines of the chunk that begins at or around `position`.
+  ChunkScales scales_of(const char* block, int offset) const {
+    ChunkScales scales;
+    if constexpr (kIsQuantised) {
+      scales.keys = reinterpret_cast<const float*>(block + 2 * value_offset()) + offset;
+      scales.values = scales.keys + task_.block_size;
+    }
+    return scales;
+  }
+
+  // The lines of the chunk that begins at or around `position`; its scales, few, are fetched at once.
   Lines lines_of(int32_t seq, int64_t position, int kv_head) const {
+    const char* block = head_block(seq, position, kv_head);
     const int offset = static_cast<int>(position % task_.block_size) / kKeysPerChunk * kKeysPerChunk;
-    const char* key = head_block(seq, position, kv_head) + offset * head_dim_ * sizeof(C);
-    const int64_t num_bytes = smaller(kKeysPerChunk, task_.block_size - offset) * head_dim_ * sizeof(C);
-    return Lines(key, key + value_offset(), num_bytes);
+    const int num_keys = smaller(kKeysPerChunk, task_.block_size - offset);
+    if constexpr (kIsQuantised) {
+      const ChunkScales scales = scales_of(block, offset);
+      for (int key = 0; key < num_keys; key += 64 / sizeof(float)) {
+        __builtin_prefetch(scales.keys + key);
+        __builtin_prefetch(scales.values + key);
+      }
+    }
+    const char* key = block + offset * head_dim_ * sizeof(C);
+    return Lines(key, key + value_offset(), num_keys * head_dim_ * static_cast<int64_t>(sizeof(C)));
   }
 
   // Keys [begin, end) for all rows. Behind them come more of this sequence's, or the next piece's.
@@ -229,12 +246,7 @@ class PieceKernel {
                     Lines& lines) {
     const C* keys = reinterpret_cast<const C*>(block) + offset * head_dim_;
     const C* values = reinterpret_cast<const C*>(block + value_offset()) + offset * head_dim_;
-    ChunkScales scales;
-    if constexpr (kIsQuantised) {
-      scales.keys = reinterpret_cast<const float*>(block + 2 * value_offset()) + offset;
-      scales.values = scales.keys + task_.block_size;
-    }
-    const Softmax<Vec, C, D> softmax(task_.scale, task_.soft_cap, chunk_len_, scales);
+    const Softmax<Vec, C, D> softmax(task_.scale, task_.soft_cap, chunk_len_, scales_of(block, offset));
     const int last_row = first_row + rows_per_head_;
     const int begin = static_cast<int>(first_key - chunk_start_), end = row_end(last_row - 1);
     // About 3/8 of the next chunk's lines go with the logits, 1/8 with the softmax, the rest with the values.
