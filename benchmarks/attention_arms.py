@@ -103,7 +103,7 @@ def our_arm(batch: Batch, isa: str, pool: AttentionPool | None) -> Arm:
         tasks[layer].run()
         return output
 
-    return Arm(run_layer, note=resolve_isa(isa))
+    return Arm(run_layer, note=resolve_isa(isa, batch.kv_cache.dtype))
 
 
 def our_arms(batch: Batch, pool: AttentionPool | None) -> dict[str, Arm]:

@@ -42,8 +42,9 @@ uint32_t find_isas() {
   if ((xcr0 & zmm_state) != zmm_state || (ebx & needed512) != needed512) return isas;
   if (MOL_HAVE_AVX512) isas |= 1u << MOL_ISA_AVX512;
   if (MOL_HAVE_AVX512VNNI && (ecx & bit_AVX512VNNI)) isas |= 1u << MOL_ISA_AVX512VNNI;
+  const bool has_vbmi = ecx & bit_AVX512VBMI;
   if (num_subleaves < 1 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return isas;
-  if (MOL_HAVE_AVX512BF16 && (eax & bit_AVX512BF16)) isas |= 1u << MOL_ISA_AVX512BF16;
+  if (MOL_HAVE_AVX512BF16 && (eax & bit_AVX512BF16) && has_vbmi) isas |= 1u << MOL_ISA_AVX512BF16;
 #endif
   return isas;
 }
@@ -61,7 +62,8 @@ bool has_fast_bfloat16() {
 
 int32_t find_best_isa(int32_t cache_dtype) {
   if (cache_dtype == MOL_INT8 && mol_isa_available(MOL_ISA_AVX512VNNI)) return MOL_ISA_AVX512VNNI;
-  if (cache_dtype == MOL_BFLOAT16 && mol_isa_available(MOL_ISA_AVX512BF16) && has_fast_bfloat16()) {
+  const bool is_made_bfloat16 = cache_dtype == MOL_BFLOAT16 || cache_dtype == MOL_FP8_E4M3;
+  if (is_made_bfloat16 && mol_isa_available(MOL_ISA_AVX512BF16) && has_fast_bfloat16()) {
     return MOL_ISA_AVX512BF16;
   }
   if (mol_isa_available(MOL_ISA_AVX512)) return MOL_ISA_AVX512;

@@ -14,6 +14,9 @@ struct VecAvx512 {
   static constexpr bool kHasDot16Bit = false;
   template <class C>
   static constexpr bool kMultipliesIntegers = false;
+  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
+  template <class C>
+  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 
@@ -122,7 +125,6 @@ struct VecAvx512 {
     return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
   }
 
- private:
   static __mmask16 mask16(int n) { return n <= 0 ? 0 : n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1); }
   static __mmask32 mask32(int n) { return (1u << n) - 1; }
   // Even elements, odd elements.

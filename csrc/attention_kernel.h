@@ -88,7 +88,7 @@ class PieceKernel {
       if constexpr (kDots16Bit) {
         uint16_t* target = scratch_.query_bits + row * stride_;
         __builtin_memset(target + head_dim_, 0, (stride_ - head_dim_) * sizeof(uint16_t));
-        __builtin_memcpy(target, static_cast<const C*>(task_.query) + offset, head_dim_ * sizeof(uint16_t));
+        __builtin_memcpy(target, static_cast<const BFloat16*>(task_.query) + offset, head_dim_ * sizeof(uint16_t));
       } else if constexpr (!kIsQuantised) {
         load_row(static_cast<const C*>(task_.query) + offset, scratch_.query + row * stride_);
       } else if (task_.dtype == MOL_FLOAT32) {
@@ -309,8 +309,8 @@ class PieceKernel {
     if constexpr (kMultipliesIntegers) {
       Vec::template dot_products<D, R, K>(scratch_.integers, row, keys + key * head_dim_, head_dim_, scores);
     } else if constexpr (kDots16Bit) {
-      M::template dot_products_16_bit<R, K>(scratch_.query_bits + row * stride_, stride_, keys + key * head_dim_,
-                                            head_dim_, scores);
+      M::template dot_products_16_bit<S, R, K>(scratch_.query_bits + row * stride_, stride_, keys + key * head_dim_,
+                                               head_dim_, scores);
     } else {
       const int key_stride = sizeof(S) == sizeof(float) && sizeof(C) < sizeof(float) ? stride_ : head_dim_;
       M::template dot_products<S, R, K>(scratch_.query + row * stride_, stride_, keys + key * key_stride, key_stride,

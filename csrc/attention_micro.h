@@ -143,9 +143,8 @@ struct Micro {
   }
 
   // The same with query and keys in 16 bits, [R, stride] and [K, head_dim]: exact products, summed in fp32.
-  template <int R, int K>
-  static void dot_products_16_bit(const uint16_t* query, int stride, const BFloat16* keys, int head_dim,
-                                  float* scores) {
+  template <class S, int R, int K>
+  static void dot_products_16_bit(const uint16_t* query, int stride, const S* keys, int head_dim, float* scores) {
     V sums[kSums];
 #pragma GCC unroll 16
     for (int i = 0; i < kSums; ++i) sums[i] = Vec::set(0.0f);

@@ -26,6 +26,9 @@ struct Vec {
   static constexpr bool kHasDot16Bit = false;
   template <class C>
   static constexpr bool kMultipliesIntegers = false;
+  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
+  template <class C>
+  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = false;
 

@@ -6,12 +6,6 @@
 
 namespace mol {
 
-// Fp8 elements are widened through float16, whose exponent is biased by 8 more.
-template <class C>
-constexpr float kElementUnit = 1.0f;
-template <>
-constexpr float kElementUnit<Fp8> = 256.0f;
-
 // The keys of a chunk that a row sees, counted from its first.
 struct KeyRange {
   int begin, end;
@@ -27,7 +21,7 @@ class Softmax {
  public:
   // chunk_len: keys that have scales. logit = product * scale, of elements without their unit.
   Softmax(float scale, float soft_cap, int chunk_len, ChunkScales scales)
-      : scale_(scale * kElementUnit<C>), soft_cap_(soft_cap), chunk_len_(chunk_len), scales_(scales) {}
+      : scale_(scale * Vec::template kElementUnit<C>), soft_cap_(soft_cap), chunk_len_(chunk_len), scales_(scales) {}
 
   // Turns the products of R rows' queries with the chunk's keys into weights, and rescales what the rows have summed up
   // under the old greatest logit. Lanes stand for keys at fixed places of the chunk. Row by row at each step, so that
@@ -69,7 +63,7 @@ class Softmax {
         weights[i] = M::exp(Vec::sub(Vec::load(part), Vec::set(references[r])));
         lane_sums[r] = Vec::add(lane_sums[r], weights[i]);
         if constexpr (sizeof(C) == 1) {
-          const V scale = Vec::mul(load_scales(scales_.values, i * kLanes), Vec::set(kElementUnit<C>));
+          const V scale = Vec::mul(load_scales(scales_.values, i * kLanes), Vec::set(Vec::template kElementUnit<C>));
           weights[i] = seen(Vec::mul(weights[i], scale), i * kLanes, ranges[r], 0.0f);
         }
         if constexpr (!kMultipliesIntegers) Vec::store(part, weights[i]);

@@ -151,6 +151,37 @@ def test_a_nan_that_a_row_sees_is_not_hidden(isa: str, kind: str, which: str) ->
     assert not output[1].isnan().any()
 
 
+@all_isas
+def test_every_fp8_value_comes_through_a_context_of_one_unchanged(isa: str) -> None:
+    elements = torch.arange(256, dtype=torch.uint8)
+    elements[[0x7F, 0xFF]] = 0  # NaN
+    cache = QuantisedCache(torch.zeros(1, 1, 2 * (256 + 4), dtype=torch.uint8), "fp8", 1, 256)
+    cache.blocks[0, 0, 256:512] = elements
+    cache.blocks[0, 0, 512:].view(torch.float32).fill_(1.0)
+    query = torch.ones(1, 1, 256, dtype=torch.bfloat16)
+    output = torch.empty_like(query)
+    lengths = torch.tensor([0, 1], dtype=torch.int32)
+    block_table = torch.zeros(1, 1, dtype=torch.int32)
+    AttentionTask(
+        cache,
+        query=query,
+        output=output,
+        block_table=block_table,
+        query_start=lengths,
+        seq_lens=lengths[1:],
+        isa=isa,
+    ).run()
+    assert torch.equal(output[0, 0].float(), elements.view(torch.float8_e4m3fn).float())
+
+
+def test_auto_takes_products_of_integers_for_int8_caches_alone() -> None:
+    if "avx512vnni" not in ISAS:
+        pytest.skip("this CPU has no avx512vnni")
+    assert attention.resolve_isa("auto", "int8") == "avx512vnni"
+    assert attention.resolve_isa("auto", "fp8") != "avx512vnni"
+    assert attention.resolve_isa("auto", torch.bfloat16) != "avx512vnni"
+
+
 @all_kinds
 def test_append_stores_the_nearest_element_of_each_token_and_head(kind: str) -> None:
     torch.manual_seed(0)
