@@ -31,7 +31,13 @@ DTYPE_CODES = {
     torch.bfloat16: native.BFLOAT16,
     torch.float16: native.FLOAT16,
 }
-CACHE_CODES: dict[torch.dtype | ElementKind, int] = {**DTYPE_CODES, "int8": native.INT8, "fp8": native.FP8_E4M3}
+CACHE_CODES: dict[torch.dtype | ElementKind, int] = {
+    torch.float32: native.FLOAT32,
+    torch.bfloat16: native.BFLOAT16,
+    torch.float16: native.FLOAT16,
+    "int8": native.INT8,
+    "fp8": native.FP8_E4M3,
+}
 HEAD_DIM_STEP = 8
 MAX_HEAD_DIM = 256
 
@@ -41,7 +47,7 @@ def supported_head_dims() -> tuple[int, ...]:
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that are compiled in and that this CPU and OS can run, by name, in the order of their age."""
+    """The instruction sets that are compiled in and that this CPU and OS can run, by name, oldest first."""
     library = native.library()
     return tuple(n for n, isa in ISA_BY_NAME.items() if n != "auto" and library.mol_isa_available(isa))
 
@@ -145,10 +151,11 @@ class AttentionTask:
         self._kept_options = (sinks, pool, log_sum_exp)
         num_blocks, num_kv_heads, block_size, head_dim = check_cache(kv_cache)
         dtype = _dtype_of(kv_cache, query, key)
-        is_quantised = isinstance(kv_cache, QuantisedCache)
-        cache_type = kv_cache.kind if is_quantised else kv_cache.dtype
+        memory, cache_type = (
+            (kv_cache.blocks, kv_cache.kind) if isinstance(kv_cache, QuantisedCache) else (kv_cache, kv_cache.dtype)
+        )
         argument = native.AttentionTask(
-            kv_cache=(kv_cache.blocks if is_quantised else kv_cache).data_ptr(),
+            kv_cache=memory.data_ptr(),
             num_blocks=num_blocks,
             num_kv_heads=num_kv_heads,
             block_size=block_size,
