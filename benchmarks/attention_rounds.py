@@ -17,7 +17,7 @@ from benchmarks.cpu_clock import CpuClock
 # run-up of several threads then lets the kernel spread them over the CPUs: at first it may wake two on the same one.
 SETTLE_S = 0.02
 STOLEN_CORE_START_S = 0.3
-MOST_ATTEMPTS = 3
+MOST_ATTEMPTS = 2
 # Ends by itself if we are killed.
 BUSY_LOOP = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
 

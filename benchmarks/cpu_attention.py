@@ -25,12 +25,13 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.attention_arms import (
     OURS,
+    QUANTISED_ROW_TOLERANCE,
     Arm,
     Batch,
     ContiguousContext,
+    QuantisedContext,
     check_agreement,
     our_arms,
-    our_quantised_arms,
     read_passes,
 )
 from benchmarks.attention_plot import PLOTTED_GROUP, plot_rows
@@ -53,7 +54,7 @@ from vllm_moe_lightning.host_probes import torch_threads
 from vllm_moe_lightning.kernels.attention import AttentionPool
 
 QUICK_ROUNDS = 3
-CACHES_PER_BATCH = 4  # ours, up to two of vLLM's, and the contiguous one
+CACHES_PER_BATCH = 6  # ours, the contiguous one, up to two of vLLM's; three of half the size
 GROUP_TITLES = {
     "memory": "Caches in memory (layers in turn)",
     "cache-warm": "The same job again and again: caches partly in the CPU's cache",
@@ -74,6 +75,7 @@ def run_setting(setting: Setting, num_rounds: int, others: Callable[[Batch, bool
     with torch_threads(1):  # many small copies: threads would wait for each other's cores at each
         batch = Batch(setting.shape)
         other_arms = others(batch, setting.has_quantised)
+        quantised = [QuantisedContext(batch, kind) for kind in QUANTISED_ROW_TOLERANCE if setting.has_quantised]
         context = None if setting.is_stolen else ContiguousContext(batch)
     rows = []
     for num_threads in setting.thread_counts:
@@ -82,8 +84,7 @@ def run_setting(setting: Setting, num_rounds: int, others: Callable[[Batch, bool
             arms = our_arms(batch, pool) | other_arms()
             if context is not None:
                 arms["sdpa"] = context.sdpa_arm()
-            if setting.has_quantised:
-                arms |= our_quantised_arms()
+            arms |= {f"ours {each.cache.kind}": each.arm(pool) for each in quantised}
             errors = check_agreement(batch, arms)
             rows.append(_measured_row(setting, num_threads, batch, pool, arms, errors, num_rounds))
     return rows

@@ -48,7 +48,7 @@ class VllmCache:
         shape = batch.shape
         cache_shape = (shape.num_blocks, shape.num_kv_heads, 2 * shape.block_size, shape.head_dim)
         is_own = kv_cache_dtype == "auto"
-        self.row_tolerance = ROW_TOLERANCE if is_own else QUANTISED_ROW_TOLERANCE
+        self.row_tolerance = ROW_TOLERANCE if is_own else QUANTISED_ROW_TOLERANCE["fp8"]
         kv_cache = torch.zeros(cache_shape, dtype=shape.dtype if is_own else torch.uint8)
         self.bytes_share = kv_cache.itemsize / shape.dtype.itemsize
         self.key_cache, self.value_cache = kv_cache.chunk(2, dim=2)
@@ -57,16 +57,13 @@ class VllmCache:
                 self._fill(layer, seq)
 
     def _fill(self, layer: int, seq: int) -> None:
-        block_size = self.batch.shape.block_size
         key, value = self.batch.context(layer, seq)
-        blocks = self.batch.block_tables[layer, seq].long()
-        slots = blocks[:, None] * block_size + torch.arange(block_size)
         self.ops.cpu_attn_reshape_and_cache(
             key.transpose(0, 1).contiguous(),
             value.transpose(0, 1).contiguous(),
             self.key_cache,
             self.value_cache,
-            slots.flatten(),
+            self.batch.slots(layer, seq),
             self.isa,
             kv_cache_dtype=self.kv_cache_dtype,
         )

@@ -147,9 +147,9 @@ int32_t attend(const mol_attention_task& task, const AttentionKernel& kernel) {
     kernel.attend(task, plan.pieces[index], next, *scratch, partials.data());
   };
   run_pieces(task.pool, num_pieces, attend_piece);
-  if (lacks_memory) return MOL_ERROR_OUT_OF_MEMORY;
-  auto join_parts = [&](int64_t index) { kernel.join(task, plan.joins[index], *own_scratch(), partials.data()); };
-  for (int64_t index = 0; index < static_cast<int64_t>(plan.joins.size()); ++index) join_parts(index);
+  // This thread may have come to no piece, and joins now.
+  if (lacks_memory || own_scratch() == nullptr) return MOL_ERROR_OUT_OF_MEMORY;
+  for (const Join& join : plan.joins) kernel.join(task, join, *own_scratch(), partials.data());
   return MOL_OK;
 }
 

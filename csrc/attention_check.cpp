@@ -49,9 +49,10 @@ bool has_valid_attend(const mol_attention_task& task) {
   if (task.num_seqs > 0 && (task.block_table == nullptr || task.seq_lens == nullptr)) return false;
   if (task.query_start[0] < 0 || task.query_start[task.num_seqs] > task.num_tokens) return false;
   for (int32_t seq = 0; seq < task.num_seqs; ++seq) {
-    const int32_t query_len = task.query_start[seq + 1] - task.query_start[seq];
     const int32_t seq_len = task.seq_lens[seq];
-    if (query_len < 0 || seq_len < 0) return false;
+    // Before the difference: of any two numbers it may not fit.
+    if (task.query_start[seq + 1] < task.query_start[seq] || seq_len < 0) return false;
+    const int32_t query_len = task.query_start[seq + 1] - task.query_start[seq];
     if (query_len == 0 || seq_len == 0) continue;
     if (seq_len < query_len || !has_valid_blocks(task, seq, query_len)) return false;
   }

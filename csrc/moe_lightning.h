@@ -12,7 +12,7 @@ extern "C" {
 #define MOL_API __attribute__((visibility("default")))
 
 // Raised whenever a signature or struct below changes; the Python side refuses another value.
-#define MOL_ABI_VERSION 3
+#define MOL_ABI_VERSION 4
 MOL_API int32_t mol_abi_version(void);
 // Hash of the csrc sources that this library was built from; a stale build fails loudly.
 MOL_API const char* mol_source_hash(void);
@@ -61,8 +61,27 @@ MOL_API int64_t mol_stream_call(mol_stream* stream, int32_t (*function)(const vo
 MOL_API int64_t mol_stream_wait(mol_stream* stream, mol_stream* other, int64_t seq);
 
 // Blocks until the stream has completed seq. Returns 0, or the code of the first failed call of this stream since
-// the last report (the stream goes on after a failed call; the code is reported once).
-MOL_API int32_t mol_stream_synchronize(mol_stream* stream, int64_t seq);
+// the last report (the stream goes on after a failed call; the code is reported once). Returns MOL_ERROR_STALLED once
+// no stream of this process has completed anything for stall_timeout_s (0: waits for ever): an operation may still be
+// running then, and destroying the stream would wait for it. Returns MOL_ERROR_ENDED, within a second or so, if the
+// thread of the stream, or of one that it waits for, is no more.
+MOL_API int32_t mol_stream_synchronize(mol_stream* stream, int64_t seq, double stall_timeout_s);
+
+enum {
+  MOL_STREAM_IDLE = 0,     // nothing to run, or (lazy) nothing that somebody waits for
+  MOL_STREAM_RUNNING = 1,  // a copy, fill or call
+  MOL_STREAM_WAITING = 2,  // for another stream
+  MOL_STREAM_ENDED = 3,    // its thread is no more
+};
+typedef struct {
+  int64_t submitted, completed;
+  int64_t tag;          // while running, or ended in an operation: the operation's
+  int64_t since_ns;     // when that began, else 0
+  mol_stream* awaited;  // while waiting: the other stream, and which of its operations
+  int64_t awaited_seq;
+  int32_t state;  // MOL_STREAM_*
+} mol_stream_status;
+MOL_API void mol_stream_get_status(mol_stream* stream, mol_stream_status* status);
 MOL_API int64_t mol_stream_submitted(mol_stream* stream);
 MOL_API int64_t mol_stream_completed(mol_stream* stream);
 MOL_API void mol_stream_get_totals(mol_stream* stream, mol_stream_totals* totals);
@@ -89,11 +108,14 @@ enum {
   MOL_ERROR_UNSUPPORTED_ISA = 2,
   MOL_ERROR_OUT_OF_MEMORY = 3,
   MOL_ERROR_INJECTED = 99,  // tests only
+  MOL_ERROR_STALLED = -1,   // of mol_stream_synchronize alone
+  MOL_ERROR_ENDED = -2,     // as above
 };
 
 typedef struct mol_pool mol_pool;
 // A thread pool for attention: the thread that calls mol_attention works too, so num_threads 1 makes no thread.
-MOL_API mol_pool* mol_pool_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus);
+// Workers may run on any of the CPUs; with `nodes` (one for each CPU, or NULL), in turns on those of one memory node.
+MOL_API mol_pool* mol_pool_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus, const int32_t* nodes);
 MOL_API void mol_pool_destroy(mol_pool* pool);
 
 // One task: append the new keys and values to the cache, then attend. Shapes in comments; strides in elements.
@@ -146,6 +168,13 @@ enum {
 // becomes the sum of the 64-bit words of data, a last partial word filled up with zeros. AUTO may be the scalar loop.
 MOL_API int32_t mol_read_probe(const void* data, int64_t num_bytes, int32_t pattern, int32_t isa, mol_pool* pool,
                                uint64_t* sum);
+
+// ---------------------------------------------------------------- faults
+// Calls for mol_stream_call that go wrong, to show what happens then: one fails, one never returns, one ends the
+// thread.
+MOL_API int32_t mol_fault_error(const void*);
+MOL_API int32_t mol_fault_hang(const void*);
+MOL_API int32_t mol_fault_end_thread(const void*);
 
 #ifdef __cplusplus
 }

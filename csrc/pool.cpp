@@ -4,6 +4,7 @@
 #include <sched.h>
 
 #include <chrono>
+#include <map>
 #include <new>
 #include <system_error>
 
@@ -12,6 +13,19 @@ namespace {
 // a futex wake costs about as much.
 constexpr std::chrono::microseconds kSpinTime{50};
 
+// The CPUs of each node, or all in one.
+std::vector<cpu_set_t> masks_of(const int32_t* cpus, int32_t num_cpus, const int32_t* nodes) {
+  std::map<int32_t, cpu_set_t> by_node;
+  for (int32_t c = 0; c < num_cpus; ++c) {
+    const int32_t node = nodes == nullptr ? 0 : nodes[c];
+    if (by_node.count(node) == 0) CPU_ZERO(&by_node[node]);
+    CPU_SET(cpus[c], &by_node[node]);
+  }
+  std::vector<cpu_set_t> masks;
+  for (const auto& [node, mask] : by_node) masks.push_back(mask);
+  return masks;
+}
+
 void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -19,14 +33,13 @@ void relax() {
 }
 }  // namespace
 
-mol_pool::mol_pool(int32_t num_threads, const int32_t* cpus, int32_t num_cpus) {
+mol_pool::mol_pool(int32_t num_threads, const int32_t* cpus, int32_t num_cpus, const int32_t* nodes) {
   try {
+    const std::vector<cpu_set_t> masks = masks_of(cpus, num_cpus, nodes);
     for (int32_t i = 1; i < num_threads; ++i) {
       workers_.emplace_back([this] { work_loop(); });
-      if (num_cpus == 0) continue;
-      cpu_set_t mask;
-      CPU_ZERO(&mask);
-      for (int32_t c = 0; c < num_cpus; ++c) CPU_SET(cpus[c], &mask);
+      if (masks.empty()) continue;
+      const cpu_set_t& mask = masks[i % masks.size()];
       const int error = pthread_setaffinity_np(workers_.back().native_handle(), sizeof mask, &mask);
       if (error != 0) throw std::system_error(error, std::generic_category());
     }
@@ -97,13 +110,13 @@ void mol_pool::work_loop() {
   }
 }
 
-mol_pool* mol_pool_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus) {
+mol_pool* mol_pool_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus, const int32_t* nodes) {
   if (num_threads < 1 || num_cpus < 0 || (num_cpus > 0 && cpus == nullptr)) return nullptr;
   for (int32_t c = 0; c < num_cpus; ++c) {
     if (cpus[c] < 0 || cpus[c] >= CPU_SETSIZE) return nullptr;
   }
   try {
-    return new mol_pool(num_threads, cpus, num_cpus);
+    return new mol_pool(num_threads, cpus, num_cpus, nodes);
   } catch (const std::system_error&) {  // no thread to be had, or a CPU that this process may not use
     return nullptr;
   } catch (const std::bad_alloc&) {

@@ -16,7 +16,9 @@ import torch
 
 from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError, UnsupportedError
 from vllm_moe_lightning.kernels import native
-from vllm_moe_lightning.kernels.quantised_cache import ElementKind, QuantisedCache
+from vllm_moe_lightning.kernels.quantised_cache import QuantisedCache
+from vllm_moe_lightning.kv_cache_type import ElementKind
+from vllm_moe_lightning.numa import nodes_of
 
 ISA_BY_NAME = {
     "auto": native.ISA_AUTO,
@@ -77,7 +79,8 @@ def resolve_isa(name: str, cache_type: torch.dtype | ElementKind = torch.bfloat1
 class AttentionPool:
     """Threads for attention. The calling thread works too and counts: num_threads=1 starts none.
 
-    Workers may run on any CPU of `cpus`; none given: on those that the creating thread may use.
+    Workers may run on any CPU of `cpus`, if these lie at several memory nodes then in turns on those of one node; none
+    given: on those that the creating thread may use.
     """
 
     def __init__(self, num_threads: int, cpus: Sequence[int] = ()) -> None:
@@ -85,7 +88,10 @@ class AttentionPool:
             raise ValueError(f"num_threads must be at least 1, got {num_threads}")
         self.num_threads = num_threads
         self._pointer: int | None = native.library().mol_pool_create(
-            num_threads, (ctypes.c_int32 * len(cpus))(*cpus), len(cpus)
+            num_threads,
+            (ctypes.c_int32 * len(cpus))(*cpus),
+            len(cpus),
+            (ctypes.c_int32 * len(cpus))(*nodes_of(cpus).values()),
         )
         if self._pointer is None:
             raise MoeLightningError(

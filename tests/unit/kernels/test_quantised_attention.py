@@ -231,8 +231,9 @@ def test_threads_change_no_bit(isa: str, kind: str) -> None:
 @pytest.mark.parametrize(("kind", "bound"), [(None, 0.0025), ("int8", 0.008), ("fp8", 0.008)])
 def test_relative_error_against_float64_stays_within_the_stated_bound(isa: str, kind: str | None, bound: float) -> None:
     """Of the kernel, on the elements that the cache holds."""
-    heads = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
-    case = Case(seq_lens=(900, 64, 333), query_lens=(1, 1, 1), block_size=32, **heads)
+    case = Case(
+        seq_lens=(900, 64, 333), query_lens=(1, 1, 1), num_heads=32, num_kv_heads=8, head_dim=128, block_size=32
+    )
     batch = Batch(case)
     if kind is None:
         output, held = batch.run(isa), batch.kv_cache
