@@ -87,15 +87,6 @@ Scratch* own_scratch() {
   return scratch.get();
 }
 
-template <class Body>
-void run_pieces(mol_pool* pool, int64_t num_pieces, Body& body) {
-  if (pool == nullptr) {
-    for (int64_t piece = 0; piece < num_pieces; ++piece) body(piece);
-  } else {
-    pool->run(num_pieces, [](void* context, int64_t piece) { (*static_cast<Body*>(context))(piece); }, &body);
-  }
-}
-
 void append(const mol_attention_task& task) {
   // About 64 KB a piece: a decode step's few tokens are not worth waking a thread for.
   const int64_t token_bytes = 2 * static_cast<int64_t>(task.num_kv_heads) * task.head_dim * 4;

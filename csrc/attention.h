@@ -3,23 +3,10 @@
 #pragma once
 #include <stdint.h>
 
+#include "elements.h"
 #include "moe_lightning.h"
 
 namespace mol {
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-// Elements of a quantised cache: times the scale of their token and head. Int8 holds -127..127, Fp8 is e4m3.
-struct Int8 {
-  int8_t bits;
-};
-struct Fp8 {
-  uint8_t bits;
-};
 
 constexpr int kMaxHeadDim = 256;
 // Keys whose logits, softmax and values are done together; also the unit of prefetching. 32 keys of 128 dims are 16 KB
@@ -80,7 +67,7 @@ struct alignas(64) Scratch {
   float query[kMaxRows * kMaxHeadDim];
   uint16_t query_bits[kMaxRows * kMaxHeadDim];  // as it came, for dot products in 16 bits
   Sums total, segment;
-  int64_t positions[kMaxRows];  // of the rows' tokens in their sequence
+  int64_t positions[kMaxRows];              // of the rows' tokens in their sequence
   float keys[kKeysPerChunk * kMaxHeadDim];  // this chunk's, if widened
   float values[kKeysPerChunk * kMaxHeadDim];
   float scores[kMaxRows * kScoreStride];  // logits, then weights

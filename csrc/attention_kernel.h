@@ -2,9 +2,9 @@
 //
 // Blocks are taken in order and within a block one head after the other, so that the whole block is read in one go; the
 // keys of a head and block in chunks of up to kKeysPerChunk. Everything a row adds up is added in the order of its own
-// keys, chunk by chunk and segment by segment. So the bits of a row depend on its own keys and the block size alone: not
-// on threads, not on its neighbours in the piece, not on whether it comes as prefill, chunk or decode. A key outside a
-// row's range never meets the row's sums, not even with weight zero: stale memory may hold NaN.
+// keys, chunk by chunk and segment by segment. So the bits of a row depend on its own keys and the block size alone:
+// not on threads, not on its neighbours in the piece, not on whether it comes as prefill, chunk or decode. A key
+// outside a row's range never meets the row's sums, not even with weight zero: stale memory may hold NaN.
 #pragma once
 #include "attention_micro.h"
 
@@ -151,7 +151,7 @@ class PieceKernel {
   // exp(logit - reference); 0 for a logit of minus infinity, 1 for logit = reference.
   static float weight(float logit, float reference) {
     if (logit == kMinusInfinity) return 0.0f;
-    return Vec::first(M::exp(Vec::set(logit - reference)));
+    return Vec::first(exp_not_above_0<Vec>(Vec::set(logit - reference)));
   }
 
   // ---------------------------------------------------------------- sums of segments
@@ -263,9 +263,7 @@ class PieceKernel {
   int row_begin(int row) const {
     return task_.sliding_window ? clamp_to_chunk(scratch_.positions[row] + 1 - task_.sliding_window - chunk_start_) : 0;
   }
-  int clamp_to_chunk(int64_t key) const {
-    return key < 0 ? 0 : key > chunk_len_ ? chunk_len_ : static_cast<int>(key);
-  }
+  int clamp_to_chunk(int64_t key) const { return key < 0 ? 0 : key > chunk_len_ ? chunk_len_ : static_cast<int>(key); }
 
   void attend_chunk(const char* block, int offset, int first_row, int64_t first_key, Sums& sums, Lines& lines) {
     const C* keys = reinterpret_cast<const C*>(block) + offset * head_dim_;
@@ -388,7 +386,7 @@ class PieceKernel {
 #pragma GCC unroll 4
       for (int i = 0; i < kVectors; ++i) {
         float* part = scores + r * kScoreStride + i * kLanes;
-        V weights = M::exp(Vec::sub(Vec::load(part), Vec::set(references[r])));
+        V weights = exp_not_above_0<Vec>(Vec::sub(Vec::load(part), Vec::set(references[r])));
         lane_sums[r] = Vec::add(lane_sums[r], weights);
         if constexpr (kIsQuantised) {
           const V scale = Vec::mul(load_scales(value_scales, i * kLanes), Vec::set(kElementUnit<C>));
@@ -405,7 +403,7 @@ class PieceKernel {
   }
   void rescale(int row, float old_max, float reference, Sums& sums) {
     if (old_max == kMinusInfinity) return;  // nothing but zeros so far
-    const V factor = M::exp(Vec::set(old_max - reference));
+    const V factor = exp_not_above_0<Vec>(Vec::set(old_max - reference));
     sums.row_sum[row] *= Vec::first(factor);
     float* output = sums.output + row * stride_;
     for (int dim = 0; dim < stride_; dim += kLanes) Vec::store(output + dim, Vec::mul(Vec::load(output + dim), factor));
@@ -437,7 +435,7 @@ class PieceKernel {
   V capped(V logit) const {
     const V one = Vec::set(1.0f);
     const V y = Vec::mul(logit, Vec::set(1.0f / task_.soft_cap));
-    const V e = M::exp(Vec::mul(Vec::abs(y), Vec::set(-2.0f)));
+    const V e = exp_not_above_0<Vec>(Vec::mul(Vec::abs(y), Vec::set(-2.0f)));
     const V magnitude = Vec::mul(Vec::set(task_.soft_cap), Vec::div(Vec::sub(one, e), Vec::add(one, e)));
     return Vec::copy_sign(magnitude, logit);
   }

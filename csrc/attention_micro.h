@@ -8,6 +8,7 @@
 // could replace the baseline's copy at link time.
 #pragma once
 #include "attention.h"
+#include "vec_math.h"
 
 namespace mol {
 
@@ -230,22 +231,6 @@ struct Micro {
 #pragma GCC unroll 8
       for (int n = 0; n < 2 * N; ++n) Vec::store(output + r * stride + n * kLanes, sums[r][n]);
     }
-  }
-
-  // exp(x) for x <= 0, to 2 units in the last place; 0 below the smallest normal number; NaN stays NaN.
-  // x = n ln 2 + r, the polynomial is the classic Cephes one for exp(r), |r| <= ln(2) / 2.
-  static V exp(V x) {
-    const V n = Vec::round(Vec::mul(x, Vec::set(1.44269504088896341f)));
-    V r = Vec::fma(n, Vec::set(-0.693359375f), x);  // ln 2 in two parts, the first exact in few bits
-    r = Vec::fma(n, Vec::set(2.12194440e-4f), r);
-    V p = Vec::set(1.9875691500e-4f);
-    p = Vec::fma(p, r, Vec::set(1.3981999507e-3f));
-    p = Vec::fma(p, r, Vec::set(8.3334519073e-3f));
-    p = Vec::fma(p, r, Vec::set(4.1665795894e-2f));
-    p = Vec::fma(p, r, Vec::set(1.6666665459e-1f));
-    p = Vec::fma(p, r, Vec::set(5.0000001201e-1f));
-    p = Vec::fma(Vec::mul(r, r), p, Vec::add(r, Vec::set(1.0f)));
-    return Vec::zero_if_less(x, Vec::set(-87.33f), Vec::times_power_of_two(p, n));
   }
 };
 

@@ -1,7 +1,7 @@
 // The whole C ABI of libmoe_lightning_cpu: plain C types only, no torch and no Python headers, loaded by ctypes.
-// Three nouns live behind it: streams (FIFO queues of copies and calls, each with a thread of its own), attention over
-// the paged host KV cache, and the read probe that attention is measured against. Every function may be called without
-// the GIL.
+// Four nouns live behind it: streams (FIFO queues of copies and calls, each with a thread of its own), attention over
+// the paged host KV cache, the expert FFN, and the read probe that both are measured against. Every function may be
+// called without the GIL.
 #pragma once
 #include <stdint.h>
 
@@ -106,7 +106,7 @@ enum {
 };
 
 typedef struct mol_pool mol_pool;
-// A thread pool for attention: the thread that calls mol_attention works too, so num_threads 1 makes no thread.
+// A thread pool for the kernels: the thread that calls one works too, so num_threads 1 makes no thread.
 // Workers may run on any of the CPUs; with `nodes` (one for each CPU, or NULL), in turns on those of one memory node.
 MOL_API mol_pool* mol_pool_create(int32_t num_threads, const int32_t* cpus, int32_t num_cpus, const int32_t* nodes);
 MOL_API void mol_pool_destroy(mol_pool* pool);
@@ -148,6 +148,34 @@ MOL_API int32_t mol_attention(const void* task);
 // kernel to be had (AUTO is refused then). And whether one is compiled in and runnable.
 MOL_API int32_t mol_best_isa(void);
 MOL_API int32_t mol_isa_available(int32_t isa);
+
+// ---------------------------------------------------------------- expert FFN
+// output[t] = addend[t] + sum over k of topk_weights[t, k] * w2[e] (act(w1[e] x[t]) * (w3[e] x[t])), e = topk_ids[t,
+// k]. T tokens, K choices of each, E experts, H hidden_size, I intermediate_size. Sums are fp32; the product of both
+// gates is rounded to dtype between w13 and w2. Weights of experts without tokens are not read.
+typedef struct {
+  const void* hidden;                                // [T, H]
+  void* output;                                      // [T, H]
+  int64_t hidden_token_stride, output_token_stride;  // in elements
+  const void* w13;                                   // [E, 2 I, H], contiguous: w1's rows (gate), then w3's (up)
+  const void* w2;                                    // [E, H, I], contiguous
+  const float* w13_bias;                             // [E, 2 I] or NULL
+  const float* w2_bias;                              // [E, H] or NULL
+  const int32_t* topk_ids;                           // [T, K]; negative: computed elsewhere
+  const float* topk_weights;                         // [T, K]
+  const float* addend;                               // [T, H], e.g. what other experts gave; or NULL
+  int32_t num_tokens, top_k, num_experts, hidden_size, intermediate_size;  // sizes: multiples of 8
+  int32_t dtype;                  // of hidden, output and weights: MOL_FLOAT32, _BFLOAT16 or _FLOAT16
+  int32_t isa;                    // MOL_ISA_*
+  int32_t max_tokens_per_expert;  // experts with more are left out; 0: none is
+  int32_t interleaved;            // w13's rows are gate, up, gate, up, ...
+  // act(g) = g * sigmoid(gate_alpha * g), times up + up_offset. silu: 1, infinity, 0; gpt-oss: 1.702, 7, 1.
+  float gate_alpha, clamp_limit, up_offset;  // g <= clamp_limit, |up| <= clamp_limit
+  mol_pool* pool;                            // NULL: the calling thread alone
+} mol_expert_ffn_task;
+
+// Signature fits mol_stream_call. The calling thread keeps its working memory for the next call.
+MOL_API int32_t mol_expert_ffn(const void* task);
 
 // ---------------------------------------------------------------- read probe
 // How a piece of memory is read: by one stream of addresses, or by streams that take turns, each in its own part.

@@ -109,6 +109,37 @@ class AttentionTask(Structure):
     ]
 
 
+class ExpertFfnTask(Structure):
+    """mol_expert_ffn_task: shapes, strides and owners are in csrc/moe_lightning.h."""
+
+    _fields_ = [
+        ("hidden", c_void_p),
+        ("output", c_void_p),
+        ("hidden_token_stride", c_int64),
+        ("output_token_stride", c_int64),
+        ("w13", c_void_p),
+        ("w2", c_void_p),
+        ("w13_bias", c_void_p),
+        ("w2_bias", c_void_p),
+        ("topk_ids", c_void_p),
+        ("topk_weights", c_void_p),
+        ("addend", c_void_p),
+        ("num_tokens", c_int32),
+        ("top_k", c_int32),
+        ("num_experts", c_int32),
+        ("hidden_size", c_int32),
+        ("intermediate_size", c_int32),
+        ("dtype", c_int32),
+        ("isa", c_int32),
+        ("max_tokens_per_expert", c_int32),
+        ("interleaved", c_int32),
+        ("gate_alpha", c_float),
+        ("clamp_limit", c_float),
+        ("up_offset", c_float),
+        ("pool", c_void_p),
+    ]
+
+
 # name: (result, arguments), in the order of the header.
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mol_abi_version": (c_int32, []),
@@ -135,6 +166,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mol_attention": (c_int32, [c_void_p]),
     "mol_best_isa": (c_int32, []),
     "mol_isa_available": (c_int32, [c_int32]),
+    "mol_expert_ffn": (c_int32, [c_void_p]),
     "mol_read_probe": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_void_p, POINTER(c_uint64)]),
     "mol_fault_error": (c_int32, [c_void_p]),
     "mol_fault_hang": (c_int32, [c_void_p]),
