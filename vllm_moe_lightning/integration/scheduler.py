@@ -23,7 +23,7 @@ from vllm.v1.request import RequestStatus
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.admission_gate import AdmissionGate
-from vllm_moe_lightning.integration.configure import options_in_force, options_of
+from vllm_moe_lightning.integration.configure import options_in_force
 from vllm_moe_lightning.integration.register import WORKER_CLS
 from vllm_moe_lightning.integration.request_mix import PrefillShare, RequestMix
 from vllm_moe_lightning.integration.step_limits import MOST_SCANNED, StepLimits, step_limits
@@ -49,13 +49,13 @@ class MoELightningScheduler(Scheduler):
                 "--scheduler-cls"
             )
         super().__init__(vllm_config, *args, **kwargs)
-        options, plan = options_of(vllm_config), plan_of(vllm_config)
+        options, plan = options_in_force(vllm_config), plan_of(vllm_config)
         # Our own copy: the cap on a prompt's chunk is set in it for each step.
         self.scheduler_config = copy.copy(self.scheduler_config)
-        self._mix = RequestMix(self.max_num_running_reqs)
+        self._mix = RequestMix(self.max_num_running_reqs, plan.expected_generation_tokens if plan else None)
         self._gate = AdmissionGate(self.kv_cache_manager, options.admission, self.max_model_len, self._mix)
         self._admission = options.admission
-        self._num_micro_batches = options_in_force(vllm_config).num_micro_batches or DEFAULT_NUM_MICRO_BATCHES
+        self._num_micro_batches = options.num_micro_batches or DEFAULT_NUM_MICRO_BATCHES
         self._share = plan and PrefillShare(plan, self.max_num_running_reqs, self.max_num_scheduled_tokens)
         self._limits: StepLimits | None = None
         self._num_new_long = self._num_passed_over = 0
@@ -145,7 +145,7 @@ class MoELightningScheduler(Scheduler):
             return
         self._is_told = True
         logger.info(
-            "moe_lightning: requests wait for KV blocks although %.0f%% of these are free, because the running ones may "
+            "moe_lightning: requests wait for KV blocks although %.0f%% of these are free, since the running ones may "
             "generate up to their max_tokens; of the last answers 9 in 10 had at most %d tokens. Give a max_tokens "
             "near that, or set moe_lightning.admission to 'expected'",
             100 * (1 - usage),
