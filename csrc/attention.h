@@ -69,7 +69,8 @@ struct Integers {
   int8_t query_high[kMaxRows * kMaxHeadDim], query_low[kMaxRows * kMaxHeadDim];
   float query_units[kMaxRows + 16];  // a vector may be loaded at each row
   int32_t query_sums[kMaxRows + 16];
-  uint8_t weights[kMaxRows * kKeysPerChunk];  // of a chunk, times weight_units; 0 for keys that a row does not see
+  // Weights of a chunk in 16 bits, high * 256 + low, times weight_units; 0 for keys that a row does not see.
+  uint8_t weights_high[kMaxRows * kKeysPerChunk], weights_low[kMaxRows * kKeysPerChunk];
   float weight_units[kMaxRows];
 };
 

@@ -69,7 +69,9 @@ class Softmax {
         if constexpr (!kMultipliesIntegers) Vec::store(part, weights[i]);
       }
       if constexpr (kMultipliesIntegers) {
-        integers.weight_units[row + r] = Vec::quantise_weights(weights, integers.weights + (row + r) * kKeysPerChunk);
+        const int first = (row + r) * kKeysPerChunk;
+        integers.weight_units[row + r] =
+            Vec::quantise_weights(weights, integers.weights_high + first, integers.weights_low + first);
       }
     }
     if (is_rescaled) {

@@ -264,3 +264,23 @@ def test_a_cache_of_the_wrong_size_or_kind_is_refused_by_name() -> None:
         QuantisedCache(torch.empty(1, 1, 2176, dtype=torch.uint8), "int4", 16, 64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be \[num_blocks, num_kv_heads, 2176\] of uint8, got \[1, 1, 2048\]"):
         QuantisedCache(torch.empty(1, 1, 2048, dtype=torch.uint8), "int8", 16, 64)
+
+
+@all_isas
+@all_kinds
+@pytest.mark.parametrize("gap", [0.0, 4.0, 7.0, 9.0])
+def test_keys_beside_one_that_has_nearly_all_the_weight_still_count(isa: str, kind: str, gap: float) -> None:
+    """As beside a sink token: each of the others is far below the greatest weight, all of them together are not."""
+    torch.manual_seed(0)
+    num_keys, head_dim = 96, 64
+    query, key, value = torch.randn(1, 2, head_dim), torch.zeros(num_keys, 1, head_dim), torch.empty(num_keys, 1, 64)
+    key[3, 0] = query[0, 0] * gap * head_dim**0.5 / query[0, 0].square().sum()
+    value.normal_(mean=1.0)
+    cache, output = stale(6, 1, 16, head_dim, kind), torch.empty(1, 2, head_dim)
+    AttentionTask(cache, key=key, value=value, slot_mapping=torch.arange(num_keys)).run()
+    table, starts = torch.arange(6, dtype=torch.int32)[None], torch.tensor([0, 1], dtype=torch.int32)
+    lengths = torch.tensor([num_keys], dtype=torch.int32)
+    rows = {"block_table": table, "query_start": starts, "seq_lens": lengths}
+    AttentionTask(cache, query=query, output=output, isa=isa, **rows).run()
+    exact = reference.paged_attention(query, cache.dequantised(), table, starts, lengths, scale=head_dim**-0.5)
+    assert (output - exact).norm() / exact.norm() <= 2e-3
