@@ -14,8 +14,8 @@ struct mol_pool {
  public:
   using Body = void (*)(void* context, int64_t piece);
 
-  // num_threads counts the caller of run(). Workers may run on any CPU of the list, or with `nodes` in turns on those of
-  // one memory node; empty: the creator's mask.
+  // num_threads counts the caller of run(). Workers may run on any CPU of the list, or with `nodes` in turns on those
+  // of one memory node; empty: the creator's mask.
   mol_pool(int32_t num_threads, const int32_t* cpus, int32_t num_cpus, const int32_t* nodes);
   ~mol_pool();
   mol_pool(const mol_pool&) = delete;
