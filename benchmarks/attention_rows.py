@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 from benchmarks.attention_arms import OURS, Arm
 from benchmarks.attention_rounds import Rounds
 from benchmarks.attention_shapes import Setting
+from vllm_moe_lightning.host_limits import usable_cpus
 
 READ = "read: "
 VLLM_OWN_DTYPE = ("vllm amx", "vllm vec", "vllm vec16")
@@ -31,11 +30,12 @@ def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> dict[s
     return _spread(top / bottom for top, bottom in zip(numerators, denominators, strict=True))
 
 
-def most_others_share(setting: Setting, num_threads: int) -> float:
-    """What other processes may take of the CPUs before a figure says more about them than about ours."""
-    if setting.is_stolen:
-        return 1 / len(os.sched_getaffinity(0)) + MOST_OTHERS_SHARE
-    return math.inf if num_threads == 1 else MOST_OTHERS_SHARE  # one thread is judged by its CPU time
+def most_others_share(setting: Setting, num_threads: int, num_cpus: int) -> float:
+    """What other processes may take of all CPUs before a figure says more about them than about ours: the CPUs that we
+    leave to them and a little of ours. One thread is judged by its CPU time, but whoever takes turns with it on a core
+    empties the core's caches."""
+    ours = num_threads * (1 - MOST_OTHERS_SHARE) - setting.is_stolen
+    return 1 - ours / num_cpus
 
 
 def make_row(
@@ -81,7 +81,7 @@ def make_row(
         "num_threads": num_threads,
         "clock": clock,
         "others_cpu_share": others_cpu_share,
-        "is_contended": others_cpu_share["median"] > most_others_share(setting, num_threads),
+        "is_contended": others_cpu_share["median"] > most_others_share(setting, num_threads, usable_cpus()),
         "layer_mb": shape.layer_bytes / 1e6,
         "sample_mb": num_bytes / 1e6,
         "anchor": anchor.removeprefix(READ),
@@ -115,8 +115,8 @@ def tokens_ratio(row: Row, arm: str, other: str) -> float | None:
 
 
 def summarise(rows: list[Row]) -> dict[str, Any]:
-    """The median over the rows that each figure is about, except for those measured against the clock while others took
-    the CPUs. None where no row has the figure, and then why."""
+    """The median over the rows that each figure is about, except for those measured while others took our CPUs. None
+    where no row has the figure, and then why."""
     clean = [row for row in rows if not row["is_contended"]]
 
     def is_memory(row: Row, block_size: int | None = None) -> bool:

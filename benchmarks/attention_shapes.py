@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 import torch
+
+from vllm_moe_lightning.host_limits import usable_cpus
 
 MIB = 2**20
 # A decode step goes through the layers' caches one after the other, so none of them is in the CPU's cache when its
@@ -86,7 +87,7 @@ class Setting:
 
 def usable_thread_counts() -> tuple[int, ...]:
     """One, and all."""
-    return tuple(sorted({1, len(os.sched_getaffinity(0))}))
+    return tuple(sorted({1, usable_cpus()}))
 
 
 def memory_settings(thread_counts: tuple[int, ...]) -> list[Setting]:

@@ -49,7 +49,7 @@ from benchmarks.attention_rows import (
 )
 from benchmarks.attention_shapes import Setting, full_settings, quick_settings
 from benchmarks.vllm_attention import VllmCaches
-from vllm_moe_lightning.host_limits import total_memory_bytes
+from vllm_moe_lightning.host_limits import total_memory_bytes, usable_cpus
 from vllm_moe_lightning.host_probes import torch_threads
 from vllm_moe_lightning.kernels.attention import AttentionPool
 
@@ -112,7 +112,7 @@ def _measured_row(
             num_rounds,
             settle_s=settle_s,
             has_run_up=has_run_up,
-            most_others_share=most_others_share(setting, num_threads),
+            most_others_share=most_others_share(setting, num_threads, usable_cpus()),
         )
     return make_row(setting, num_threads, rounds, arms, errors)
 
@@ -137,7 +137,7 @@ def show(result: dict[str, Any], console: Console) -> None:
             console.print(_table(rows, f"{title}; medians of {result['machine']['num_rounds']} rounds, min..max"))
     console.print(
         "GB/s of keys and values (fraction of the read bandwidth A); x: how many times as fast ours is; "
-        "*: others took the CPUs, left out of the summary"
+        "*: others took our CPUs, left out of the summary"
     )
     for line in result["skipped"]:
         console.print(f"skipped: {line}", highlight=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_moe_lightning.host_limits import cpu_name, total_memory_bytes
+from vllm_moe_lightning.host_limits import cpu_name, total_memory_bytes, usable_cpus
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of the CPU's flags those that decide which attention kernels it can run.
@@ -38,7 +38,7 @@ def describe() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "isa_flags": vector_flags(),
-        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_cpus": usable_cpus(),
         "memory_gb": total_memory_bytes() / 1e9,
         "transparent_huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "none",
         "load_average": os.getloadavg()[0],

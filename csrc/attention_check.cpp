@@ -14,7 +14,7 @@ bool has_valid_scalars(const mol_attention_task& task) {
   if (task.head_dim < 8 || task.head_dim > kMaxHeadDim || task.head_dim % 8 != 0) return false;
   if (task.dtype < MOL_FLOAT32 || task.dtype > MOL_FLOAT16) return false;
   if (task.cache_dtype != task.dtype && !is_quantised(task.cache_dtype)) return false;
-  if (task.isa < MOL_ISA_AUTO || task.isa > MOL_ISA_AVX512BF16) return false;
+  if (task.isa < MOL_ISA_AUTO || task.isa > MOL_ISA_AVX512VNNI) return false;
   if (task.sliding_window < 0 || !std::isfinite(task.scale)) return false;
   return std::isfinite(task.soft_cap) && task.soft_cap >= 0.0f;
 }

@@ -144,9 +144,8 @@ struct Micro {
   }
 
   // The same with query and keys in 16 bits, [R, stride] and [K, head_dim]: exact products, summed in fp32.
-  template <int R, int K>
-  static void dot_products_16_bit(const uint16_t* query, int stride, const BFloat16* keys, int head_dim,
-                                  float* scores) {
+  template <class S, int R, int K>
+  static void dot_products_16_bit(const uint16_t* query, int stride, const S* keys, int head_dim, float* scores) {
     V sums[kSums];
 #pragma GCC unroll 16
     for (int i = 0; i < kSums; ++i) sums[i] = Vec::set(0.0f);
@@ -231,6 +230,11 @@ struct Micro {
 #pragma GCC unroll 8
       for (int n = 0; n < 2 * N; ++n) Vec::store(output + r * stride + n * kLanes, sums[r][n]);
     }
+  }
+  // exp(logit - reference); 0 for a logit of minus infinity, 1 for logit = reference.
+  static float weight(float logit, float reference) {
+    if (logit == -__builtin_inff()) return 0.0f;
+    return Vec::first(exp_not_above_0<Vec>(Vec::set(logit - reference)));
   }
 };
 

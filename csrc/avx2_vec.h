@@ -6,6 +6,11 @@ struct VecAvx2 {
   static constexpr int kSums = 8;
   template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class C>
+  static constexpr bool kMultipliesIntegers = false;
+  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
+  template <class C>
+  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 

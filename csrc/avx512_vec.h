@@ -12,6 +12,11 @@ struct VecAvx512 {
   static constexpr int kSums = 16;
   template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class C>
+  static constexpr bool kMultipliesIntegers = false;
+  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
+  template <class C>
+  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 
@@ -100,26 +105,28 @@ struct VecAvx512 {
 
   // totals[i] = sum of the lanes of sums[i], each by the same tree: a transposition by halves, adding as it goes.
   static void sum_lanes(const V (&sums)[kSums], float* totals) {
+    _mm512_storeu_ps(totals, sum_lanes_by(sums, [](V a, V b) { return _mm512_add_ps(a, b); }));
+  }
+
+ protected:
+  template <class Add>
+  static V sum_lanes_by(const V (&sums)[kSums], Add add) {
     V pairs[8], quads[4];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
-      pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(sums[2 * i], sums[2 * i + 1]),
-                               _mm512_unpackhi_ps(sums[2 * i], sums[2 * i + 1]));
+      pairs[i] =
+          add(_mm512_unpacklo_ps(sums[2 * i], sums[2 * i + 1]), _mm512_unpackhi_ps(sums[2 * i], sums[2 * i + 1]));
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      quads[i] = _mm512_add_ps(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], _MM_SHUFFLE(1, 0, 1, 0)),
-                               _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], _MM_SHUFFLE(3, 2, 3, 2)));
+      quads[i] = add(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], _MM_SHUFFLE(1, 0, 1, 0)),
+                     _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], _MM_SHUFFLE(3, 2, 3, 2)));
     }
-    const V low =
-        _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
-    const V high =
-        _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88), _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
-    _mm512_storeu_ps(totals,
-                     _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd)));
+    const V low = add(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
+    const V high = add(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88), _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
   }
 
- private:
   static __mmask16 mask16(int n) { return n <= 0 ? 0 : n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1); }
   static __mmask32 mask32(int n) { return (1u << n) - 1; }
   // Even elements, odd elements.

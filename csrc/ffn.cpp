@@ -19,7 +19,7 @@ bool is_valid(const mol_expert_ffn_task& task) {
   if (task.num_tokens < 0 || task.top_k < 1 || task.num_experts < 1 || task.max_tokens_per_expert < 0) return false;
   if (!is_size(task.hidden_size) || !is_size(task.intermediate_size)) return false;
   if (task.dtype < MOL_FLOAT32 || task.dtype > MOL_FLOAT16) return false;
-  if (task.isa < MOL_ISA_AUTO || task.isa > MOL_ISA_AVX512BF16) return false;
+  if (task.isa < MOL_ISA_AUTO || task.isa > MOL_ISA_AVX512VNNI) return false;
   if (!std::isfinite(task.gate_alpha) || !std::isfinite(task.up_offset) || !(task.clamp_limit > 0.0f)) return false;
   if (task.w13 == nullptr || task.w2 == nullptr) return false;
   if (task.num_tokens == 0) return true;  // tensors without elements come as null pointers
@@ -33,12 +33,13 @@ bool is_valid(const mol_expert_ffn_task& task) {
 // Empty: not available here. AUTO never means scalar: a kernel that much slower must be asked for by name.
 FfnKernel kernel_for(const mol_expert_ffn_task& task) {
   if (!mol_isa_available(task.isa)) return {};
-  switch (task.isa == MOL_ISA_AUTO ? mol_best_isa() : task.isa) {
+  switch (task.isa == MOL_ISA_AUTO ? mol_best_isa(task.dtype) : task.isa) {
     case MOL_ISA_SCALAR:
       return ffn_kernel_scalar(task.dtype);
     case MOL_ISA_AVX2:
       return ffn_kernel_avx2(task.dtype);
     case MOL_ISA_AVX512:
+    case MOL_ISA_AVX512VNNI:  // nothing in it is made of 8-bit integers
       return ffn_kernel_avx512(task.dtype);
     default:
       return ffn_kernel_avx512bf16(task.dtype);

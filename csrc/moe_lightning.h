@@ -12,7 +12,7 @@ extern "C" {
 #define MOL_API __attribute__((visibility("default")))
 
 // Raised whenever a signature or struct below changes; the Python side refuses another value.
-#define MOL_ABI_VERSION 3
+#define MOL_ABI_VERSION 4
 MOL_API int32_t mol_abi_version(void);
 // Hash of the csrc sources that this library was built from; a stale build fails loudly.
 MOL_API const char* mol_source_hash(void);
@@ -94,7 +94,14 @@ MOL_API int32_t mol_stream_set_affinity(mol_stream* stream, const int32_t* cpus,
 
 // ---------------------------------------------------------------- attention
 enum { MOL_FLOAT32 = 0, MOL_BFLOAT16 = 1, MOL_FLOAT16 = 2, MOL_INT8 = 3, MOL_FP8_E4M3 = 4 };
-enum { MOL_ISA_AUTO = 0, MOL_ISA_SCALAR = 1, MOL_ISA_AVX2 = 2, MOL_ISA_AVX512 = 3, MOL_ISA_AVX512BF16 = 4 };
+enum {
+  MOL_ISA_AUTO = 0,
+  MOL_ISA_SCALAR = 1,
+  MOL_ISA_AVX2 = 2,
+  MOL_ISA_AVX512 = 3,
+  MOL_ISA_AVX512BF16 = 4,  // what it has nothing of its own for runs as AVX512; so does AVX512VNNI
+  MOL_ISA_AVX512VNNI = 5,
+};
 enum {
   MOL_OK = 0,
   MOL_ERROR_BAD_ARGUMENT = 1,
@@ -144,9 +151,9 @@ typedef struct {
 
 // Causal: query token i of a sequence sees keys up to seq_len - query_len + i. Signature fits mol_stream_call.
 MOL_API int32_t mol_attention(const void* task);
-// What MOL_ISA_AUTO means here: the fastest that this CPU and OS can run, or MOL_ISA_SCALAR where there is no vector
-// kernel to be had (AUTO is refused then). And whether one is compiled in and runnable.
-MOL_API int32_t mol_best_isa(void);
+// What MOL_ISA_AUTO means here for a cache of this type: the fastest that this CPU and OS can run, or MOL_ISA_SCALAR
+// where there is no vector kernel to be had (AUTO is refused then). And whether one is compiled in and runnable.
+MOL_API int32_t mol_best_isa(int32_t cache_dtype);
 MOL_API int32_t mol_isa_available(int32_t isa);
 
 // ---------------------------------------------------------------- expert FFN

@@ -17,6 +17,11 @@ struct VecScalar {
   static constexpr int kSums = 1;
   template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class C>
+  static constexpr bool kMultipliesIntegers = false;
+  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
+  template <class C>
+  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = false;
 

@@ -10,6 +10,10 @@ from typing import Any
 
 import msgspec
 
+from vllm_moe_lightning.pipeline.batching import QUERY_TOKEN_COST
+
+GIVEN, PLANNED = "given", "planned"
+"""Reasons of an EnginePlan."""
 PLAN_KEY = "moe_lightning_plan"
 """Key of `additional_config`. Written by us, not by users."""
 
@@ -39,7 +43,7 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Prompt tokens that a sweep takes beside its decode tokens when all slots are taken."""
     num_micro_batches: int
     micro_batch_size: int
-    query_token_cost: int = 64
+    query_token_cost: int = QUERY_TOKEN_COST
     """Work of a query token outside of attention, in units of a context token that attention reads: what balances the
     micro-batches."""
     kv_bytes: int

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as replace_struct
 
-from vllm_moe_lightning.engine_plan import EnginePlan, PredictedFigures
+from vllm_moe_lightning.engine_plan import GIVEN, PLANNED, EnginePlan, PredictedFigures
 from vllm_moe_lightning.engine_request import (
     NULL_BLOCKS,
     EngineRequest,
@@ -27,9 +27,10 @@ from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.grid import PlanLimits
 from vllm_moe_lightning.policy.policy import page_bytes_for
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
+from vllm_moe_lightning.row_costs import query_token_cost
 from vllm_moe_lightning.stock_vllm import StockRuns, stock_runs
 from vllm_moe_lightning.tensor_parallel import machine_of_rank, model_of_rank
-from vllm_moe_lightning.workload import KvBlocks, SweepBuffers, Workload
+from vllm_moe_lightning.workload import KvBlocks, SweepBuffers, Workload, steady_load
 
 WORTH_A_LARGER_BATCH = 0.02
 """A batch is not made larger for less: slots that a workload may never fill, and KV that another process could use."""
@@ -38,7 +39,6 @@ LARGEST_PROMPT_ROOM = 2048
 
 OVERLAPPING = ("cgopipe", "s4")
 NOT_OVERLAPPING = "given; the prediction is cgopipe's, which overlaps more"
-GIVEN, PLANNED = "given", "planned"
 
 
 @dataclass(frozen=True)
@@ -249,6 +249,7 @@ class EnginePlanning:
             prefill_tokens_per_sweep=prefill,
             num_micro_batches=choice.num_micro_batches,
             micro_batch_size=-(-in_flight // choice.num_micro_batches),
+            query_token_cost=query_token_cost(self.spec, self.machine, choice, steady_load(work, choice)),
             kv_bytes=given.kv_bytes or int(blocks * self.block_bytes),
             num_resident_layers=int(choice.num_resident_layers),
             block_size=request.block_size,

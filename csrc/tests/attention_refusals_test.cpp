@@ -93,7 +93,7 @@ void bad_entries_are_refused() {
 
 void an_instruction_set_that_cannot_run_is_refused() {
   Batch batch(small_case());
-  for (int32_t isa = MOL_ISA_AUTO; isa <= MOL_ISA_AVX512BF16; ++isa) {
+  for (int32_t isa = MOL_ISA_AUTO; isa <= MOL_ISA_AVX512VNNI; ++isa) {
     mol_attention_task task = batch.task;
     task.isa = isa;
     if (!mol_isa_available(isa)) batch.check_refused(task, MOL_ERROR_UNSUPPORTED_ISA);
@@ -104,7 +104,7 @@ void auto_is_the_best() {
   if (!mol_isa_available(MOL_ISA_AUTO)) return;
   Batch chosen(small_case()), best(small_case());
   chosen.check(MOL_ISA_AUTO, nullptr);
-  best.check(mol_best_isa(), nullptr);
+  best.check(mol_best_isa(best.task.cache_dtype), nullptr);
   CHECK(chosen.same_results(best));
 }
 

@@ -67,7 +67,7 @@ void long_contexts(int32_t isa) {
     Batch alone(c);
     alone.check(isa, nullptr);
     for (const int32_t num_threads : {1, 3, 7}) {
-      mol_pool* pool = mol_pool_create(num_threads, nullptr, 0);
+      mol_pool* pool = mol_pool_create(num_threads, nullptr, 0, nullptr);
       CHECK(pool != nullptr);
       Batch batch(c);
       batch.check(isa, pool);
@@ -81,7 +81,7 @@ void long_contexts(int32_t isa) {
 
 int main(int num_arguments, char** arguments) {
   const int32_t isa = isa_from_arguments(num_arguments, arguments);
-  mol_pool* pool = mol_pool_create(3, nullptr, 0);
+  mol_pool* pool = mol_pool_create(3, nullptr, 0, nullptr);
   CHECK(pool != nullptr);
   everything_at_once(isa, pool);
   many_rows(isa, pool);

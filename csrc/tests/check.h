@@ -86,9 +86,9 @@ class Buffer {
 
 // The instruction set that the only argument names. Leaves the test as skipped if this machine can't run it.
 inline int32_t isa_from_arguments(int num_arguments, char** arguments) {
-  const char* const names[] = {"auto", "scalar", "avx2", "avx512", "avx512bf16"};
+  const char* const names[] = {"auto", "scalar", "avx2", "avx512", "avx512bf16", "avx512vnni"};
   CHECK(num_arguments == 2);
-  for (int32_t isa = MOL_ISA_SCALAR; isa <= MOL_ISA_AVX512BF16; ++isa) {
+  for (int32_t isa = MOL_ISA_SCALAR; isa <= MOL_ISA_AVX512VNNI; ++isa) {
     if (std::strcmp(arguments[1], names[isa]) != 0) continue;
     if (mol_isa_available(isa)) return isa;
     std::printf("%s cannot run here\n", names[isa]);

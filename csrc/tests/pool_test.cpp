@@ -18,7 +18,7 @@ Case some_work(int32_t seq_len) {
 }
 
 void callers_of_one_pool_take_turns() {
-  mol_pool* pool = mol_pool_create(3, nullptr, 0);
+  mol_pool* pool = mol_pool_create(3, nullptr, 0, nullptr);
   CHECK(pool != nullptr);
   std::vector<std::thread> callers;
   for (int caller = 0; caller < kCallers; ++caller) {
@@ -35,14 +35,14 @@ void callers_of_one_pool_take_turns() {
 void pools_come_and_go_under_load() {
   std::atomic<bool> is_over{false};
   std::thread load([&] {
-    mol_pool* pool = mol_pool_create(2, nullptr, 0);
+    mol_pool* pool = mol_pool_create(2, nullptr, 0, nullptr);
     Batch batch(some_work(1500));
     while (!is_over) batch.check(any_isa(), pool);
     mol_pool_destroy(pool);
   });
   Batch batch(some_work(300));
   for (int round = 0; round < 40; ++round) {
-    mol_pool* pool = mol_pool_create(1 + round % 7, nullptr, 0);
+    mol_pool* pool = mol_pool_create(1 + round % 7, nullptr, 0, nullptr);
     CHECK(pool != nullptr);
     if (round % 3) batch.check(any_isa(), pool);
     if (round % 3 == 2) std::this_thread::sleep_for(std::chrono::microseconds(200));
@@ -54,14 +54,14 @@ void pools_come_and_go_under_load() {
 
 void pools_that_cannot_be_are_refused() {
   const int32_t no_cpu[] = {-1}, beyond[] = {1 << 20}, absent[] = {1023};
-  CHECK(mol_pool_create(0, nullptr, 0) == nullptr);
-  CHECK(mol_pool_create(-1, nullptr, 0) == nullptr);
-  CHECK(mol_pool_create(2, nullptr, 1) == nullptr);
-  CHECK(mol_pool_create(2, no_cpu, -1) == nullptr);
-  CHECK(mol_pool_create(2, no_cpu, 1) == nullptr);
-  CHECK(mol_pool_create(2, beyond, 1) == nullptr);
+  CHECK(mol_pool_create(0, nullptr, 0, nullptr) == nullptr);
+  CHECK(mol_pool_create(-1, nullptr, 0, nullptr) == nullptr);
+  CHECK(mol_pool_create(2, nullptr, 1, nullptr) == nullptr);
+  CHECK(mol_pool_create(2, no_cpu, -1, nullptr) == nullptr);
+  CHECK(mol_pool_create(2, no_cpu, 1, nullptr) == nullptr);
+  CHECK(mol_pool_create(2, beyond, 1, nullptr) == nullptr);
   // Threads that were started by then are joined.
-  if (std::thread::hardware_concurrency() < 1023) CHECK(mol_pool_create(3, absent, 1) == nullptr);
+  if (std::thread::hardware_concurrency() < 1023) CHECK(mol_pool_create(3, absent, 1, nullptr) == nullptr);
 }
 
 }  // namespace

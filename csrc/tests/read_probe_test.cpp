@@ -20,7 +20,7 @@ uint64_t sum_of_words(const Buffer<uint8_t>& data) {
 void reads_each_byte_once(int32_t isa) {
   std::mt19937 random(1);
   for (const int32_t num_threads : {0, 3}) {
-    mol_pool* pool = num_threads ? mol_pool_create(num_threads, nullptr, 0) : nullptr;
+    mol_pool* pool = num_threads ? mol_pool_create(num_threads, nullptr, 0, nullptr) : nullptr;
     for (const int64_t num_bytes : {0, 1, 7, 8, 63, 257, 1024, 4097, (256 << 10) + 3, (1 << 20) + 263}) {
       Buffer<uint8_t> data(num_bytes);
       for (int64_t i = 0; i < num_bytes; ++i) data[i] = static_cast<uint8_t>(random());

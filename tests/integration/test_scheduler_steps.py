@@ -63,7 +63,7 @@ HUGE_THEN_TINY = [
 ]
 TIGHT = [{"prompt": 20, "max_tokens": 400, "length": 300} for _ in range(24)]
 """Ends at 10 blocks each: 24 of them in 60 blocks cannot all run to their end at once."""
-SHORT_ANSWERS = [{"prompt": 20, "max_tokens": 400, "length": 20 + index % 12} for index in range(400)]
+SHORT_ANSWERS = [{"prompt": 20, "max_tokens": 400, "length": 20 + index % 12} for index in range(240)]
 SHARED_HEAD = [{"prompt": [*range(10, 138), 150 + index], "max_tokens": 30, "at_step": index} for index in range(24)]
 
 
@@ -100,7 +100,7 @@ def traces(checkpoint):
                 options={"admission": admission},
             )
     wanted["answers grow"] = drive(
-        requests=[*SHORT_ANSWERS[:200], *({**request, "length": 390} for request in SHORT_ANSWERS[:100])],
+        requests=[*SHORT_ANSWERS[:120], *({**request, "length": 390} for request in SHORT_ANSWERS[:80])],
         num_blocks=61,
         max_num_batched_tokens=256,
         options={"admission": "expected"},
@@ -202,10 +202,15 @@ def test_admission_by_expectation_runs_more_at_once_and_seldom_preempts(name, tr
     assert expected["free_after"] == expected["free_before"]
 
 
+def test_a_worst_case_far_from_what_happens_is_told_once(traces):
+    """Both classes ran into it: 4 requests at once, with two blocks each in use out of 60."""
+    assert traces[1].count("set moe_lightning.admission to 'expected'") == len(OURS)
+
+
 def test_a_preemption_makes_admission_careful_again(trace, traces):
     """Answers become ten times as long: one burst of preemptions, then by the worst case."""
     steps = trace("answers grow")
-    assert len(steps["ended"]) == 300
+    assert len(steps["ended"]) == 200
     bursts = [index for index, step in enumerate(steps["steps"]) if step["preempted"]]
     assert bursts
     assert all(step["running"] <= 60 // 13 for step in steps["steps"][bursts[-1] + 400 :])

@@ -1,7 +1,6 @@
 """benchmarks/cpu_attention.py on batches of a few kilobytes: what it compares, what it refuses, how it adds up."""
 
 import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -162,11 +161,12 @@ def test_a_disturbed_round_is_taken_again_and_the_least_disturbed_counts(monkeyp
     assert len(rounds.seconds["a"].wall) == 2
 
 
-def test_others_may_run_beside_one_thread_but_not_beside_all_of_them() -> None:
-    setting = Setting("memory", TINY, (1, 2))
-    assert most_others_share(setting, 1) == math.inf
-    assert most_others_share(setting, 2) == 0.1
-    assert 0.1 < most_others_share(Setting("stolen core", TINY, (2,)), 2) <= 1.1
+def test_others_may_have_the_cpus_that_we_leave_them_and_a_tenth_of_ours() -> None:
+    memory, stolen = Setting("memory", TINY, (1, 2)), Setting("stolen core", TINY, (2,))
+    assert most_others_share(memory, num_threads=1, num_cpus=2) == pytest.approx(0.55)
+    assert most_others_share(memory, num_threads=2, num_cpus=2) == pytest.approx(0.1)
+    assert most_others_share(memory, num_threads=1, num_cpus=1) == pytest.approx(0.1)
+    assert most_others_share(stolen, num_threads=2, num_cpus=2) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize("group", ["memory", "cache-warm", "stolen core"])

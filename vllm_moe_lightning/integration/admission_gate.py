@@ -39,13 +39,14 @@ class AdmissionGate:
         self._margin = max(group.block_size for group in self._groups)
         self._headroom = 0
         self._expected: int | None = None
-        self.num_held_steps = 0
-        """Steps in which a waiting request was refused for want of blocks."""
+        self.holds_back = False
+        """Whether a request was refused in this step, for blocks that running ones may still take."""
         self._allocate_slots = kv_cache_manager.allocate_slots
         if mode != "vllm":
             kv_cache_manager.allocate_slots = functools.partial(_gated, self)
 
     def begin_step(self, running: Iterable[Any]) -> None:
+        self.holds_back = False
         self._expected = self._mix.expected_generation() if self._mode == "expected" else None
         self._headroom = self._kv.block_pool.get_num_free_blocks()
         if self._mode != "vllm":
@@ -89,7 +90,7 @@ class AdmissionGate:
         needed = blocks_to_come(self._slots(request), shared, self._groups)
         # Alone, a request of any permitted length fits: vLLM refuses to start with fewer blocks than max_model_len.
         if needed > self._headroom and not is_idle:
-            self.num_held_steps += 1
+            self.holds_back = True
             return False
         self._headroom -= needed
         return True

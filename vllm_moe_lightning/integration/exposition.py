@@ -1,13 +1,14 @@
 """The front end's side of the metrics: where workers leave their files, and how /metrics comes to show them.
 
 With several API servers vLLM has made the folder itself (PROMETHEUS_MULTIPROC_DIR) and reads all that lies in it; with
-one, we make it and add a collector to the registry that vLLM serves.
+one, we name it and add a collector to the registry that vLLM serves.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import secrets
 import shutil
 import tempfile
 import weakref
@@ -18,7 +19,7 @@ from prometheus_client import REGISTRY
 from vllm.logger import init_logger
 
 from vllm_moe_lightning.engine_plan import PredictedFigures
-from vllm_moe_lightning.integration.metrics_file import MetricsCollector, read_metrics
+from vllm_moe_lightning.integration.metrics_file import DIRECTORY_PREFIX, MetricsCollector, read_metrics
 from vllm_moe_lightning.pipeline.comparison import AchievedFigures, achieved_figures, as_text, comparison
 
 logger = init_logger("vllm.vllm_moe_lightning.metrics")
@@ -35,7 +36,8 @@ def open_metrics(vllm_config: Any) -> None:
     if DIRECTORY_KEY in vllm_config.additional_config:
         return
     shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
-    directory = Path(shared) if shared else Path(tempfile.mkdtemp(prefix=f"moe-lightning-metrics-{os.getpid()}-"))
+    # Workers make the folder, and take it away when they leave: if this process is killed, nothing of it stays.
+    directory = Path(shared or f"{tempfile.gettempdir()}/{DIRECTORY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
     vllm_config.additional_config[DIRECTORY_KEY] = str(directory)
     if shared is None:
         _show(directory)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,6 +19,7 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
 
 PREFIX = "moe_lightning:"
+DIRECTORY_PREFIX = "moe-lightning-metrics-"  # of a folder that is ours
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,13 @@ METRICS = {
 class MetricsFile:
     """What one worker publishes. Not for several threads at once.
 
-    directory: where the reader looks; labels: model_name and engine, as in vLLM's own metrics; rank: of this worker.
+    directory: where the reader looks, made if need be; labels: model_name and engine, as in vLLM's own metrics.
     """
 
     def __init__(self, directory: Path, labels: Mapping[str, str], rank: int) -> None:
         # prometheus_client reads type, mode and process from the parts between underscores.
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self._directory = directory
         tag = f"moelightning{time.time_ns()}rank{rank}"
         self._paths = {
             "counter": directory / f"counter_{tag}.db",
@@ -126,13 +130,16 @@ class MetricsFile:
         for kind, file in self._files.items():
             file.close()
             self._paths[kind].unlink(missing_ok=True)
+        if self._directory.name.startswith(DIRECTORY_PREFIX):
+            with suppress(OSError):  # another rank's files are still there
+                self._directory.rmdir()
 
 
 class MetricsCollector(MultiProcessCollector):
-    """For a registry: reads whatever files are in the directory at that moment."""
+    """For a registry: reads whatever files are in the directory at that moment, if there is one."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(None, str(directory))
+        self._path = str(directory)  # not by the base class, which wants it to be there already
 
     def collect(self) -> list[MetricFamily]:
         try:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections import deque
 
-from vllm_moe_lightning.engine_plan import EnginePlan
+from vllm_moe_lightning.engine_plan import GIVEN, EnginePlan
 
 LEAST_OBSERVED = 64
 """Finished requests before their lengths are believed; more where more run at once, see RequestMix."""
 EXPECTED_QUANTILE = 0.9
+MARGIN_OVER_PLAN = 1.25
 TINY = 1e-9  # keeps a mean of zero from dividing by it
 DEPARTURE = 1.5
 """The share is computed anew when a mean length differs by this factor from what it was computed for."""
@@ -22,13 +23,15 @@ class RequestMix:
     """Prompt and generated lengths of the requests that finished last.
 
     Short answers finish first, so nothing is believed until as many have finished as can run at once.
+    planned_generation: tokens to go by until then; None: none.
     """
 
-    def __init__(self, most_running: int) -> None:
+    def __init__(self, most_running: int, planned_generation: float | None = None) -> None:
         self.window = max(LEAST_OBSERVED, most_running)
         self.num_finished = 0
         self._lengths: deque[tuple[int, int]] = deque(maxlen=self.window)
         self._expected: int | None = None
+        self._planned = None if planned_generation is None else math.ceil(MARGIN_OVER_PLAN * planned_generation)
 
     def record(self, num_prompt_tokens: int, num_generated_tokens: int) -> None:
         self._lengths.append((num_prompt_tokens, num_generated_tokens))
@@ -37,7 +40,7 @@ class RequestMix:
 
     def forget(self) -> None:
         self._lengths.clear()
-        self._expected = None
+        self._expected = self._planned = None
 
     @property
     def is_known(self) -> bool:
@@ -49,11 +52,12 @@ class RequestMix:
         return sum(prompt for prompt, _ in self._lengths) / count, sum(length for _, length in self._lengths) / count
 
     def expected_generation(self) -> int | None:
-        """What EXPECTED_QUANTILE of the requests stayed within; None while too few are known."""
+        """What EXPECTED_QUANTILE of the requests stayed within, or what was planned; None after `forget`, until enough
+        have finished again."""
         if self._expected is None and self.is_known:
             lengths = sorted(length for _, length in self._lengths)
             self._expected = lengths[math.ceil(EXPECTED_QUANTILE * len(lengths)) - 1]
-        return self._expected
+        return self._planned if self._expected is None else self._expected
 
 
 class PrefillShare:
@@ -61,13 +65,16 @@ class PrefillShare:
 
     In the steady state each of N sequences is replaced after n sweeps by one with s prompt tokens, so that a sweep
     takes N s / n of them. A sweep that never takes more than N + N s / n tokens keeps requests from starting, and
-    ending, all together, which would leave the CPU idle while prompts are read and the GPU idle after.
+    ending, all together, which would leave the CPU idle while prompts are read and the GPU idle after. A prompt of mean
+    length is taken whole, however few run. A share that the user gave stays as it is.
     """
 
     def __init__(self, plan: EnginePlan, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self._num_seqs, self._limit = max_num_seqs, max_num_batched_tokens
         self._means = (plan.expected_prompt_tokens, plan.expected_generation_tokens)
-        self._tokens = self._within_limit(plan.prefill_tokens_per_sweep)
+        self._is_given = plan.reasons.get("prefill_tokens_per_sweep") == GIVEN
+        least = 1.0 if self._is_given else plan.expected_prompt_tokens
+        self._tokens = self._within_limit(max(plan.prefill_tokens_per_sweep, least))
         self._next_look = 0
         self._is_suspected = False
 
@@ -85,7 +92,7 @@ class PrefillShare:
         At the first sign of it the window still holds requests of both kinds, so the second look, one window later,
         decides.
         """
-        if not mix.is_known or mix.num_finished < self._next_look:
+        if self._is_given or not mix.is_known or mix.num_finished < self._next_look:
             return None
         means = mix.means()
         ratios = [now / max(was, TINY) for now, was in zip(means, self._means, strict=True)]
@@ -97,7 +104,7 @@ class PrefillShare:
         self._is_suspected = False
         (was_prompt, was_generated), was_tokens = self._means, self._tokens
         self._means, (prompt, generated) = means, means
-        wanted = self._num_seqs * prompt / max(generated, TINY)
+        wanted = prompt * max(self._num_seqs / max(generated, TINY), 1.0)
         self._tokens = self._within_limit(wanted)
         sentence = (
             f"requests have {prompt:.0f} prompt and {generated:.0f} generated tokens on average, not {was_prompt:.0f} "

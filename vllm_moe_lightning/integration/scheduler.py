@@ -23,13 +23,16 @@ from vllm.v1.request import RequestStatus
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.admission_gate import AdmissionGate
-from vllm_moe_lightning.integration.configure import options_in_force, options_of
+from vllm_moe_lightning.integration.configure import options_in_force
 from vllm_moe_lightning.integration.register import WORKER_CLS
 from vllm_moe_lightning.integration.request_mix import PrefillShare, RequestMix
 from vllm_moe_lightning.integration.step_limits import MOST_SCANNED, StepLimits, step_limits
 from vllm_moe_lightning.policy.policy import DEFAULT_NUM_MICRO_BATCHES
 
 logger = init_logger("vllm.vllm_moe_lightning.scheduler")
+
+MOSTLY_IDLE = 0.5
+"""Share of the KV blocks in use under which waiting for blocks deserves a hint."""
 
 
 class MoELightningScheduler(Scheduler):
@@ -46,17 +49,17 @@ class MoELightningScheduler(Scheduler):
                 "--scheduler-cls"
             )
         super().__init__(vllm_config, *args, **kwargs)
-        options, plan = options_of(vllm_config), plan_of(vllm_config)
+        options, plan = options_in_force(vllm_config), plan_of(vllm_config)
         # Our own copy: the cap on a prompt's chunk is set in it for each step.
         self.scheduler_config = copy.copy(self.scheduler_config)
-        self._mix = RequestMix(self.max_num_running_reqs)
+        self._mix = RequestMix(self.max_num_running_reqs, plan.expected_generation_tokens if plan else None)
         self._gate = AdmissionGate(self.kv_cache_manager, options.admission, self.max_model_len, self._mix)
         self._admission = options.admission
-        self._num_micro_batches = options_in_force(vllm_config).num_micro_batches or DEFAULT_NUM_MICRO_BATCHES
+        self._num_micro_batches = options.num_micro_batches or DEFAULT_NUM_MICRO_BATCHES
         self._share = plan and PrefillShare(plan, self.max_num_running_reqs, self.max_num_scheduled_tokens)
         self._limits: StepLimits | None = None
         self._num_new_long = self._num_passed_over = 0
-        self._warned = False
+        self._is_warned = self._is_told = False
         self.num_preemptions = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,6 +71,8 @@ class MoELightningScheduler(Scheduler):
             output = super().schedule(*args, **kwargs)
         if output.preempted_req_ids:
             self._count_preemptions(len(output.preempted_req_ids))
+        if self._gate.holds_back:
+            self._tell_of_idle_blocks()
         return output
 
     @contextmanager
@@ -124,14 +129,28 @@ class MoELightningScheduler(Scheduler):
     def _count_preemptions(self, count: int) -> None:
         self.num_preemptions += count
         self._mix.forget()
-        if not self._warned:
-            self._warned = True
+        if not self._is_warned:
+            self._is_warned = True
             logger.warning(
                 "moe_lightning: %d requests were preempted for want of KV blocks and will be computed again "
                 "(admission: %s); a larger KV cache, fewer --max-num-seqs, or admission 'worst_case' prevent it",
                 count,
                 self._admission,
             )
+
+    def _tell_of_idle_blocks(self) -> None:
+        """Once, where the worst case is far from what happens; clients often leave max_tokens to the server."""
+        expected, usage = self._mix.expected_generation(), self.get_kv_cache_usage()
+        if self._is_told or self._admission != "worst_case" or expected is None or usage > MOSTLY_IDLE:
+            return
+        self._is_told = True
+        logger.info(
+            "moe_lightning: requests wait for KV blocks although %.0f%% of these are free, since the running ones may "
+            "generate up to their max_tokens; of the last answers 9 in 10 had at most %d tokens. Give a max_tokens "
+            "near that, or set moe_lightning.admission to 'expected'",
+            100 * (1 - usage),
+            expected,
+        )
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):

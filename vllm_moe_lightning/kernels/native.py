@@ -18,12 +18,12 @@ from vllm_moe_lightning.errors import MoeLightningError
 LIBRARY_NAME = "libmoe_lightning_cpu.so"
 # A library at another path, e.g. one built with a sanitizer. Its ABI is checked, its source hash is not.
 LIBRARY_VARIABLE = "MOE_LIGHTNING_CPU_LIBRARY"
-ABI_VERSION = 3
+ABI_VERSION = 4
 REBUILD = "build it again: pip install --no-deps --force-reinstall . (editable: pip install --no-deps -e .)"
 
 TIMING_EAGER, TIMING_LAZY, TIMING_JITTER = 0, 1, 2
 FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3 = 0, 1, 2, 3, 4
-ISA_AUTO, ISA_SCALAR, ISA_AVX2, ISA_AVX512, ISA_AVX512BF16 = 0, 1, 2, 3, 4
+ISA_AUTO, ISA_SCALAR, ISA_AVX2, ISA_AVX512, ISA_AVX512BF16, ISA_AVX512VNNI = 0, 1, 2, 3, 4, 5
 READ_SEQUENTIAL, READ_TWO_STREAMS, READ_TWO_STREAMS_PREFETCH, READ_FOUR_STREAMS_PREFETCH = 0, 1, 2, 3
 OK, ERROR_BAD_ARGUMENT, ERROR_UNSUPPORTED_ISA, ERROR_OUT_OF_MEMORY, ERROR_INJECTED = 0, 1, 2, 3, 99
 ERROR_STALLED, ERROR_ENDED = -1, -2  # of mol_stream_synchronize alone
@@ -164,7 +164,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mol_pool_create": (c_void_p, [c_int32, POINTER(c_int32), c_int32, POINTER(c_int32)]),
     "mol_pool_destroy": (None, [c_void_p]),
     "mol_attention": (c_int32, [c_void_p]),
-    "mol_best_isa": (c_int32, []),
+    "mol_best_isa": (c_int32, [c_int32]),
     "mol_isa_available": (c_int32, [c_int32]),
     "mol_expert_ffn": (c_int32, [c_void_p]),
     "mol_read_probe": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_void_p, POINTER(c_uint64)]),

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_moe_lightning.integration.metrics_file import (
+    DIRECTORY_PREFIX,
     METRICS,
     PREFIX,
     MetricsCollector,
@@ -45,16 +46,21 @@ def test_counters_and_gauges_of_two_ranks_are_exposed_with_their_labels(tmp_path
     assert found["moe_lightning:num_micro_batches"] == [(LABELS, 4.0)]
 
 
-def test_a_directory_without_files_exposes_nothing_and_so_does_one_that_is_gone(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path, LABELS, 0)
-    file.set("sweeps", 3.0)
-    assert read_metrics(tmp_path) == {("sweeps",): 3.0}
-    file.remove()
-    assert exposed(tmp_path) == {}
-    assert list(tmp_path.iterdir()) == []
-    collector = MetricsCollector(tmp_path)
-    tmp_path.rmdir()
-    assert collector.collect() == []
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_worker_that_leaves_takes_its_values_with_it_and_the_last_one_the_folder(
+    is_ours: bool, tmp_path: Path
+) -> None:
+    directory = tmp_path / (f"{DIRECTORY_PREFIX}1" if is_ours else "of somebody else")
+    assert exposed(directory) == {}
+    first, second = (MetricsFile(directory, LABELS, rank) for rank in (0, 1))
+    first.set("sweeps", 3.0)
+    second.set("sweeps", 4.0)
+    assert read_metrics(directory) == {("sweeps",): 3.0}
+    first.remove()
+    assert read_metrics(directory) == {("sweeps",): 4.0}
+    second.remove()
+    assert exposed(directory) == {}
+    assert directory.exists() != is_ours
 
 
 def test_the_lowest_rank_speaks_where_one_value_is_asked_for(tmp_path: Path) -> None:

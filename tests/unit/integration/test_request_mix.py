@@ -2,8 +2,9 @@
 """What lengths are learned from finished requests, and when the prefill share is computed anew."""
 
 import pytest
+from msgspec.structs import replace
 
-from vllm_moe_lightning.engine_plan import EnginePlan, PredictedFigures
+from vllm_moe_lightning.engine_plan import GIVEN, EnginePlan, PredictedFigures
 from vllm_moe_lightning.integration.request_mix import LEAST_OBSERVED, PrefillShare, RequestMix
 
 PREDICTED = PredictedFigures(
@@ -39,6 +40,17 @@ def test_nothing_is_believed_before_as_many_finished_as_run_at_once() -> None:
     assert few.expected_generation() is None
     few.record(10, 10)
     assert few.expected_generation() == 10
+
+
+def test_until_then_the_plan_counts_and_a_margin_until_it_proved_wrong() -> None:
+    mix = RequestMix(most_running=100, planned_generation=40.0)
+    assert mix.expected_generation() == 50
+    mix.forget()
+    assert mix.expected_generation() is None
+    mix = RequestMix(most_running=100, planned_generation=40.0)
+    for _ in range(100):
+        mix.record(5, 8)
+    assert mix.expected_generation() == 8
 
 
 def test_nine_of_ten_answers_stay_within_the_expectation() -> None:
@@ -81,6 +93,22 @@ def test_a_change_of_the_mix_changes_the_share_and_is_told_once() -> None:
     assert "160 prompt and 40 generated" in sentence
     assert "400 prompt tokens" in sentence
     assert share.tokens_per_sweep == 500
+
+
+def test_a_share_that_the_user_gave_stays() -> None:
+    share = PrefillShare(
+        replace(PLAN, prefill_tokens_per_sweep=10, reasons={"prefill_tokens_per_sweep": GIVEN}), 100, 1000
+    )
+    assert share.tokens_per_sweep == 110
+    assert adapted(share, 160, 40) == []
+    assert share.tokens_per_sweep == 110
+
+
+def test_a_prompt_of_mean_length_is_taken_whole_however_few_run() -> None:
+    few = PrefillShare(replace(PLAN, max_num_seqs=4, prefill_tokens_per_sweep=8), 4, 1000)
+    assert few.tokens_per_sweep == 4 + 80
+    adapted(few, 200, 400)
+    assert few.tokens_per_sweep == 4 + 200
 
 
 def test_a_few_odd_requests_change_nothing() -> None:
