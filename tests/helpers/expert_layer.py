@@ -1,6 +1,6 @@
 """Random expert layers for the CPU, with traps around them.
 
-Weights of experts without tokens and the gaps between tokens hold NaN; memory that must not be written holds a sentinel.
+Weights of experts without tokens and the gaps between tokens hold NaN, memory that must not be written a sentinel.
 """
 
 from dataclasses import dataclass

@@ -23,8 +23,8 @@ from vllm_moe_lightning.kernels.expert_ffn import (
 AVAILABLE = attention.available_isas()
 ISAS = tuple(isa for isa in AVAILABLE if isa != "avx512vnni")  # which has nothing of its own for experts
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Relative root mean square. A rounding to bfloat16 costs 0.0017, to float16 an eighth of that; streamed experts have two
-# (the product of the gates, the result), those by torch.mm five. Few results scatter around it.
+# Relative root mean square. A rounding to bfloat16 costs 0.0017, to float16 an eighth of that; streamed experts have
+# two (the product of the gates, the result), those by torch.mm five. Few results scatter around it.
 STATED = {torch.float32: 2e-6, torch.bfloat16: 0.0025, torch.float16: 0.00035}
 STATED_GEMM = {torch.float32: 2e-6, torch.bfloat16: 0.0042, torch.float16: 0.0006}
 MANY = 1 << 30
@@ -42,7 +42,8 @@ def check(case: Case, isa: str, pool: AttentionPool | None = None) -> None:
     luck = 1 + 3 * (case.num_tokens * min(case.hidden_size, case.intermediate_size)) ** -0.5
     assert relative_rms(actual, expected) <= STATED[case.dtype] * luck
     # No single result is far off either.
-    assert (actual.double() - expected).abs().max() <= 12 * STATED[case.dtype] * expected.square().mean().sqrt()
+    scale = expected.abs() + expected.square().mean(dim=1, keepdim=True).sqrt()
+    assert ((actual.double() - expected).abs() <= 8 * STATED[case.dtype] * scale).all()
 
 
 @all_isas

@@ -39,7 +39,7 @@ def test_weights_of_another_form_are_refused(name: str, change: Change, message:
 @pytest.mark.parametrize(("hidden", "intermediate"), [(12, 8), (8, 12), (4, 8)])
 def test_sizes_that_are_no_multiple_of_8_are_refused_with_the_cure(hidden: int, intermediate: int) -> None:
     w13, w2 = torch.zeros(2, 2 * intermediate, hidden), torch.zeros(2, hidden, intermediate)
-    with pytest.raises(UnsupportedError, match="multiples of 8.*keep this model's experts on the device"):
+    with pytest.raises(UnsupportedError, match=r"multiples of 8.*keep this model's experts on the device"):
         check_weights(w13, w2)
 
 
