@@ -1,4 +1,4 @@
-// The element types of attention, decoded independently of the library: to double, exactly.
+// The element types of the kernels, decoded independently of the library: to double, exactly.
 #pragma once
 #include <cmath>
 #include <cstdint>
