@@ -1,6 +1,7 @@
 # Every target makes .venv on first use and reuses it after; see .ci/setup-env.
 #   make demo     the shipped model answers its prompts, with its experts paged
 #   make test     all tests          make test PYTEST_ARGS="tests/unit -k pages"
+#   make native-test                  csrc's own tests, with sanitizers
 #   make lint     formatters and types, as the gate runs them
 #   make format   lets the formatters rewrite what they can
 #   make bench    the schedules compared
@@ -16,7 +17,7 @@ CPP_SOURCES = $(shell find csrc -name '*.h' -o -name '*.cpp')
 DEMO_ARGS ?=
 # A device that holds a quarter of the experts, behind a link slow enough to see.
 DEMO = $(BIN)/vllm-moe-lightning run --model examples/tiny-shakespeare-moe --prompts examples/prompts.txt \
-	--device-memory-mib 6 --page-mib 0.25 --h2d-gb-per-s 0.5 --temperature 0.7 --kv-cache-gib 0.25 \
+	--device-memory-mib 6 --page-mib 0.25 --h2d-gb-per-s 0.5 --temperature 0.7 \
 	--report build/demo/report.json $(DEMO_ARGS)
 
 # Nothing here needs a hub or reports home.
@@ -24,10 +25,10 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test native-test lint format bench clean
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 setup:
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' bash .ci/setup-env
@@ -38,6 +39,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+native-test: setup
+	@PATH="$(abspath $(BIN)):$$PATH" bash .ci/native-test
 
 lint: setup
 	$(BIN)/ruff check .

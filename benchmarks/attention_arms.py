@@ -118,7 +118,9 @@ def _task_arm(
         tasks[layer].run()
         return output
 
-    return Arm(run_layer, note=resolve_isa(isa), bytes_share=bytes_share, row_tolerance=row_tolerance)
+    cache_type = kv_cache.kind if isinstance(kv_cache, QuantisedCache) else kv_cache.dtype
+    note = resolve_isa(isa, cache_type)
+    return Arm(run_layer, note=note, bytes_share=bytes_share, row_tolerance=row_tolerance)
 
 
 def our_arms(batch: Batch, pool: AttentionPool | None) -> dict[str, Arm]:

@@ -18,12 +18,14 @@ from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache
+from vllm_moe_lightning.kv_cache_type import ElementKind, row_bytes
 from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.batching import balanced_micro_batches
 from vllm_moe_lightning.pipeline.coroutine import yield_to_executor
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
 from vllm_moe_lightning.pipeline.executor import MicroBatch, PipelineExecutor
+from vllm_moe_lightning.pipeline.faults import attention_fault
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.policy.policy import fixed_policy
 from vllm_moe_lightning.weights.store import PagedWeightStore
@@ -91,15 +93,22 @@ class Sequences:
         return Step(token_ids, positions, lens, seq_lens, rows)
 
 
-def make_caches(config: DecoderConfig, num_blocks: int, block_size: int, *, poison: bool = False) -> list[HostKvCache]:
+def make_caches(
+    config: DecoderConfig,
+    num_blocks: int,
+    block_size: int,
+    *,
+    poison: bool = False,
+    kind: ElementKind | None = None,
+) -> list[HostKvCache]:
     """One host cache per layer; NaN bytes under poison, so that a read of a row nobody wrote shows."""
-    numel = num_blocks * block_size * config.kv_block_numel_per_token
+    num_rows = 2 * num_blocks * block_size * config.num_kv_heads
+    num_bytes = num_rows * row_bytes(config.head_dim, config.dtype.itemsize, kind)
     caches = []
     for layer in range(config.num_layers):
-        storage = torch.zeros(numel, dtype=config.dtype)
-        if poison:
-            storage.view(torch.uint8).fill_(0xFF)
-        caches.append(HostKvCache.over(f"layer{layer}", storage, config.num_kv_heads, block_size, config.head_dim))
+        memory = torch.full((num_bytes,), 0xFF if poison else 0, dtype=torch.uint8)
+        sizes = (config.num_kv_heads, block_size, config.head_dim)
+        caches.append(HostKvCache.over(f"layer{layer}", memory.view(config.dtype), *sizes, kind))
     return caches
 
 
@@ -125,7 +134,7 @@ class DecoderEngine:
         self.store = PagedWeightStore(experts, self.policy, device)
         self.caches = caches
         self.pool = AttentionPool(options.attention_threads or 1, attention_cpus)
-        host = HostAttention(device, self.pool, max_tokens, config.qkv_bytes_per_token, options.debug.fail_attention_at)
+        host = HostAttention(device, self.pool, max_tokens, config.qkv_bytes_per_token, attention_fault(options.debug))
         self._cpu_path = CpuAttentionPath(host)
         self._device_path = DeviceAttentionPath(host, device, lambda layer: self.caches[layer])
         self.executor = PipelineExecutor(
@@ -176,7 +185,8 @@ class DecoderEngine:
 
     def close(self) -> None:
         self.device.close()
-        self.pool.close()
+        if not self.device.stalled:
+            self.pool.close()
 
     def __enter__(self) -> Self:
         return self

@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional as F
 
 from vllm_moe_lightning.kernels import reference
-from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
+from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache
-from vllm_moe_lightning.pipeline.attention import AttentionOptions, AttentionRows
+from vllm_moe_lightning.pipeline.attention import AttentionOptions, AttentionRows, attention_task
 from vllm_moe_lightning.weights.store import ExpertLayer
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,10 +49,6 @@ class DecoderConfig:
     @property
     def qkv_bytes_per_token(self) -> int:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.dtype.itemsize
-
-    @property
-    def kv_block_numel_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim
 
 
 def _matrix(rng: torch.Generator, config: DecoderConfig, *shape: int) -> torch.nn.Parameter:
@@ -173,17 +169,14 @@ def kernel_attention(
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(query)
-        AttentionTask(
-            caches[layer].blocks,
+        attention_task(
+            caches[layer],
+            rows,
+            config.options,
             query=query.contiguous(),
             key=key.contiguous(),
             value=value.contiguous(),
             output=output,
-            block_table=rows.block_table,
-            query_start=rows.query_start,
-            seq_lens=rows.seq_lens,
-            slot_mapping=rows.slot_mapping,
-            scale=config.options.scale,
             pool=pool,
         ).run()
         return output

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <memory>
@@ -40,8 +41,10 @@ uint32_t find_isas() {
   const unsigned needed512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
   if ((xcr0 & zmm_state) != zmm_state || (ebx & needed512) != needed512) return isas;
   if (MOL_HAVE_AVX512) isas |= 1u << MOL_ISA_AVX512;
+  if (MOL_HAVE_AVX512VNNI && (ecx & bit_AVX512VNNI)) isas |= 1u << MOL_ISA_AVX512VNNI;
+  const bool has_vbmi = ecx & bit_AVX512VBMI;
   if (num_subleaves < 1 || !__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) return isas;
-  if (MOL_HAVE_AVX512BF16 && (eax & bit_AVX512BF16)) isas |= 1u << MOL_ISA_AVX512BF16;
+  if (MOL_HAVE_AVX512BF16 && (eax & bit_AVX512BF16) && has_vbmi) isas |= 1u << MOL_ISA_AVX512BF16;
 #endif
   return isas;
 }
@@ -57,8 +60,12 @@ bool has_fast_bfloat16() {
 #endif
 }
 
-int32_t find_best_isa() {
-  if (mol_isa_available(MOL_ISA_AVX512BF16) && has_fast_bfloat16()) return MOL_ISA_AVX512BF16;
+int32_t find_best_isa(int32_t cache_dtype) {
+  if (cache_dtype == MOL_INT8 && mol_isa_available(MOL_ISA_AVX512VNNI)) return MOL_ISA_AVX512VNNI;
+  const bool is_made_bfloat16 = cache_dtype == MOL_BFLOAT16 || cache_dtype == MOL_FP8_E4M3;
+  if (is_made_bfloat16 && mol_isa_available(MOL_ISA_AVX512BF16) && has_fast_bfloat16()) {
+    return MOL_ISA_AVX512BF16;
+  }
   if (mol_isa_available(MOL_ISA_AVX512)) return MOL_ISA_AVX512;
   return mol_isa_available(MOL_ISA_AVX2) ? MOL_ISA_AVX2 : MOL_ISA_SCALAR;
 }
@@ -66,15 +73,17 @@ int32_t find_best_isa() {
 // Empty: not available here. AUTO never means scalar: a kernel that much slower must be asked for by name.
 AttentionKernel kernel_for(const mol_attention_task& task) {
   if (!mol_isa_available(task.isa)) return {};
-  switch (task.isa == MOL_ISA_AUTO ? mol_best_isa() : task.isa) {
+  switch (task.isa == MOL_ISA_AUTO ? mol_best_isa(task.cache_dtype) : task.isa) {
     case MOL_ISA_SCALAR:
       return attention_kernel_scalar(task);
     case MOL_ISA_AVX2:
       return attention_kernel_avx2(task);
     case MOL_ISA_AVX512:
       return attention_kernel_avx512(task);
-    default:
+    case MOL_ISA_AVX512BF16:
       return attention_kernel_avx512bf16(task);
+    default:
+      return attention_kernel_avx512vnni(task);
   }
 }
 
@@ -85,15 +94,6 @@ Scratch* own_scratch() {
   thread_local std::unique_ptr<Scratch> scratch;
   if (!scratch) scratch.reset(new (std::nothrow) Scratch);
   return scratch.get();
-}
-
-template <class Body>
-void run_pieces(mol_pool* pool, int64_t num_pieces, Body& body) {
-  if (pool == nullptr) {
-    for (int64_t piece = 0; piece < num_pieces; ++piece) body(piece);
-  } else {
-    pool->run(num_pieces, [](void* context, int64_t piece) { (*static_cast<Body*>(context))(piece); }, &body);
-  }
 }
 
 void append(const mol_attention_task& task) {
@@ -138,24 +138,28 @@ int32_t attend(const mol_attention_task& task, const AttentionKernel& kernel) {
     kernel.attend(task, plan.pieces[index], next, *scratch, partials.data());
   };
   run_pieces(task.pool, num_pieces, attend_piece);
-  if (lacks_memory) return MOL_ERROR_OUT_OF_MEMORY;
-  auto join_parts = [&](int64_t index) { kernel.join(task, plan.joins[index], *own_scratch(), partials.data()); };
-  for (int64_t index = 0; index < static_cast<int64_t>(plan.joins.size()); ++index) join_parts(index);
+  // This thread may have come to no piece, and joins now.
+  if (lacks_memory || own_scratch() == nullptr) return MOL_ERROR_OUT_OF_MEMORY;
+  for (const Join& join : plan.joins) kernel.join(task, join, *own_scratch(), partials.data());
   return MOL_OK;
 }
 
 }  // namespace
 }  // namespace mol
 
-int32_t mol_best_isa(void) {
-  static const int32_t isa = mol::find_best_isa();
-  return isa;
+int32_t mol_best_isa(int32_t cache_dtype) {
+  static const std::array<int32_t, MOL_FP8_E4M3 + 1> isas = [] {
+    std::array<int32_t, MOL_FP8_E4M3 + 1> found;
+    for (int32_t dtype = 0; dtype <= MOL_FP8_E4M3; ++dtype) found[dtype] = mol::find_best_isa(dtype);
+    return found;
+  }();
+  return cache_dtype >= 0 && cache_dtype <= MOL_FP8_E4M3 ? isas[cache_dtype] : MOL_ISA_SCALAR;
 }
 
 int32_t mol_isa_available(int32_t isa) {
   static const uint32_t isas = mol::find_isas();
-  if (isa == MOL_ISA_AUTO) return mol_best_isa() > MOL_ISA_SCALAR;
-  return isa > MOL_ISA_AUTO && isa <= MOL_ISA_AVX512BF16 && (isas >> isa & 1);
+  if (isa == MOL_ISA_AUTO) return mol_best_isa(MOL_FLOAT32) > MOL_ISA_SCALAR;
+  return isa > MOL_ISA_AUTO && isa <= MOL_ISA_AVX512VNNI && (isas >> isa & 1);
 }
 
 int32_t mol_attention(const void* argument) {

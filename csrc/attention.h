@@ -3,23 +3,10 @@
 #pragma once
 #include <stdint.h>
 
+#include "elements.h"
 #include "moe_lightning.h"
 
 namespace mol {
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-// Elements of a quantised cache: times the scale of their token and head. Int8 holds -127..127, Fp8 is e4m3.
-struct Int8 {
-  int8_t bits;
-};
-struct Fp8 {
-  uint8_t bits;
-};
 
 constexpr int kMaxHeadDim = 256;
 // Keys whose logits, softmax and values are done together; also the unit of prefetching. 32 keys of 128 dims are 16 KB
@@ -75,12 +62,25 @@ struct Sums {
   float row_max[kMaxRows], row_sum[kMaxRows];
 };
 
+// Queries and weights rounded to integers, for instruction sets that multiply 8-bit integers
+// (attention_avx512vnni.cpp).
+struct Integers {
+  // Queries in 15 bits, high * 128 + low, times query_units; [rows, head_dim].
+  int8_t query_high[kMaxRows * kMaxHeadDim], query_low[kMaxRows * kMaxHeadDim];
+  float query_units[kMaxRows + 16];  // a vector may be loaded at each row
+  int32_t query_sums[kMaxRows + 16];
+  // Weights of a chunk in 16 bits, high * 256 + low, times weight_units; 0 for keys that a row does not see.
+  uint8_t weights_high[kMaxRows * kKeysPerChunk], weights_low[kMaxRows * kKeysPerChunk];
+  float weight_units[kMaxRows];
+};
+
 // The memory of one thread.
 struct alignas(64) Scratch {
   float query[kMaxRows * kMaxHeadDim];
   uint16_t query_bits[kMaxRows * kMaxHeadDim];  // as it came, for dot products in 16 bits
+  Integers integers;
   Sums total, segment;
-  int64_t positions[kMaxRows];  // of the rows' tokens in their sequence
+  int64_t positions[kMaxRows];              // of the rows' tokens in their sequence
   float keys[kKeysPerChunk * kMaxHeadDim];  // this chunk's, if widened
   float values[kKeysPerChunk * kMaxHeadDim];
   float scores[kMaxRows * kScoreStride];  // logits, then weights
@@ -97,5 +97,6 @@ AttentionKernel attention_kernel_scalar(const mol_attention_task& task);
 AttentionKernel attention_kernel_avx2(const mol_attention_task& task);
 AttentionKernel attention_kernel_avx512(const mol_attention_task& task);
 AttentionKernel attention_kernel_avx512bf16(const mol_attention_task& task);
+AttentionKernel attention_kernel_avx512vnni(const mol_attention_task& task);
 
 }  // namespace mol

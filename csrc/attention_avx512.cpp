@@ -5,7 +5,7 @@
 #include <immintrin.h>
 
 namespace mol::avx512 {
-#include "attention_avx512_vec.h"
+#include "avx512_vec.h"
 }
 
 mol::AttentionKernel mol::attention_kernel_avx512(const mol_attention_task& task) {

@@ -14,7 +14,7 @@ bool has_valid_scalars(const mol_attention_task& task) {
   if (task.head_dim < 8 || task.head_dim > kMaxHeadDim || task.head_dim % 8 != 0) return false;
   if (task.dtype < MOL_FLOAT32 || task.dtype > MOL_FLOAT16) return false;
   if (task.cache_dtype != task.dtype && !is_quantised(task.cache_dtype)) return false;
-  if (task.isa < MOL_ISA_AUTO || task.isa > MOL_ISA_AVX512BF16) return false;
+  if (task.isa < MOL_ISA_AUTO || task.isa > MOL_ISA_AVX512VNNI) return false;
   if (task.sliding_window < 0 || !std::isfinite(task.scale)) return false;
   return std::isfinite(task.soft_cap) && task.soft_cap >= 0.0f;
 }
@@ -49,9 +49,10 @@ bool has_valid_attend(const mol_attention_task& task) {
   if (task.num_seqs > 0 && (task.block_table == nullptr || task.seq_lens == nullptr)) return false;
   if (task.query_start[0] < 0 || task.query_start[task.num_seqs] > task.num_tokens) return false;
   for (int32_t seq = 0; seq < task.num_seqs; ++seq) {
-    const int32_t query_len = task.query_start[seq + 1] - task.query_start[seq];
     const int32_t seq_len = task.seq_lens[seq];
-    if (query_len < 0 || seq_len < 0) return false;
+    // Before the difference: of any two numbers it may not fit.
+    if (task.query_start[seq + 1] < task.query_start[seq] || seq_len < 0) return false;
+    const int32_t query_len = task.query_start[seq + 1] - task.query_start[seq];
     if (query_len == 0 || seq_len == 0) continue;
     if (seq_len < query_len || !has_valid_blocks(task, seq, query_len)) return false;
   }

@@ -2,19 +2,13 @@
 //
 // Blocks are taken in order and within a block one head after the other, so that the whole block is read in one go; the
 // keys of a head and block in chunks of up to kKeysPerChunk. Everything a row adds up is added in the order of its own
-// keys, chunk by chunk and segment by segment. So the bits of a row depend on its own keys and the block size alone: not
-// on threads, not on its neighbours in the piece, not on whether it comes as prefill, chunk or decode. A key outside a
-// row's range never meets the row's sums, not even with weight zero: stale memory may hold NaN.
+// keys, chunk by chunk and segment by segment. So the bits of a row depend on its own keys and the block size alone:
+// not on threads, not on its neighbours in the piece, not on whether it comes as prefill, chunk or decode. A key
+// outside a row's range never meets the row's sums, not even with weight zero: stale memory may hold NaN.
 #pragma once
-#include "attention_micro.h"
+#include "attention_softmax.h"
 
 namespace mol {
-
-// Fp8 elements are widened through float16, whose exponent is biased by 8 more.
-template <class C>
-constexpr float kElementUnit = 1.0f;
-template <>
-constexpr float kElementUnit<Fp8> = 256.0f;
 
 template <class Vec, class C, int D>
 class PieceKernel {
@@ -27,17 +21,17 @@ class PieceKernel {
     if (piece.partial < 0) {
       kernel.store_output();
     } else {
-      kernel.save(partials + piece.partial);
+      kernel.total_.save(partials + piece.partial);
     }
   }
 
   static void join(const mol_attention_task& task, const Join& join, Scratch& scratch, const float* partials) {
     PieceKernel kernel(task, join.whole, scratch);
     const int64_t stride = partial_floats(task, join.whole.num_rows());
-    kernel.load(scratch.total, partials + join.whole.partial);
+    kernel.total_.load(partials + join.whole.partial);
     for (int part = 1; part < join.num_parts; ++part) {
-      kernel.load(scratch.segment, partials + join.whole.partial + part * stride);
-      kernel.add_segment();
+      kernel.segment_.load(partials + join.whole.partial + part * stride);
+      kernel.total_.add(kernel.segment_);
     }
     kernel.store_output();
   }
@@ -53,6 +47,8 @@ class PieceKernel {
   static constexpr bool kIsInterleaved = Vec::template kIsInterleaved<T>;
   // Whether logits are taken from the 16-bit elements themselves.
   static constexpr bool kDots16Bit = Vec::template kHasDot16Bit<C>;
+  // Whether queries and weights are rounded to integers, to be multiplied with the elements as such.
+  static constexpr bool kMultipliesIntegers = Vec::template kMultipliesIntegers<C>;
 
   const mol_attention_task& task_;
   const Piece& piece_;
@@ -61,6 +57,7 @@ class PieceKernel {
   const int rows_per_head_;       // of one key/value head
   const int64_t first_position_;  // of the piece's first token in its sequence
   const int64_t head_bytes_;
+  const RowSums<Vec, D> total_, segment_;
   int64_t chunk_start_ = 0;  // position of the chunk's first key in the sequence
   int chunk_len_ = 0;
 
@@ -72,7 +69,9 @@ class PieceKernel {
         stride_((head_dim_ + M::kPair - 1) / M::kPair * M::kPair),
         rows_per_head_(piece.num_tokens * piece.num_heads),
         first_position_(task.seq_lens[piece.seq] - task.query_start[piece.seq + 1] + piece.first_token),
-        head_bytes_(head_block_bytes(task)) {}
+        head_bytes_(head_block_bytes(task)),
+        total_(scratch.total, piece.num_rows(), stride_),
+        segment_(scratch.segment, piece.num_rows(), stride_) {}
 
   // ---------------------------------------------------------------- rows
 
@@ -89,7 +88,7 @@ class PieceKernel {
       if constexpr (kDots16Bit) {
         uint16_t* target = scratch_.query_bits + row * stride_;
         __builtin_memset(target + head_dim_, 0, (stride_ - head_dim_) * sizeof(uint16_t));
-        __builtin_memcpy(target, static_cast<const C*>(task_.query) + offset, head_dim_ * sizeof(uint16_t));
+        __builtin_memcpy(target, static_cast<const BFloat16*>(task_.query) + offset, head_dim_ * sizeof(uint16_t));
       } else if constexpr (!kIsQuantised) {
         load_row(static_cast<const C*>(task_.query) + offset, scratch_.query + row * stride_);
       } else if (task_.dtype == MOL_FLOAT32) {
@@ -98,6 +97,9 @@ class PieceKernel {
         load_row(static_cast<const BFloat16*>(task_.query) + offset, scratch_.query + row * stride_);
       } else {
         load_row(static_cast<const Float16*>(task_.query) + offset, scratch_.query + row * stride_);
+      }
+      if constexpr (kMultipliesIntegers) {
+        Vec::quantise_query(scratch_.query + row * stride_, head_dim_, row, scratch_.integers);
       }
     }
   }
@@ -113,21 +115,21 @@ class PieceKernel {
   }
 
   void store_output() {
-    Sums& sums = scratch_.total;
     for (int row = 0; row < piece_.num_rows(); ++row) {
       const int64_t token = token_of(row), head = head_of(row);
-      float row_max = sums.row_max[row], row_sum = sums.row_sum[row], rescale = 1.0f;
+      float row_max = total_.row_max(row), row_sum = total_.row_sum(row), rescale = 1.0f;
       if (task_.sinks) {  // a sink is a key with this logit and no value
         const float sink = task_.sinks[head];
         if (row_max < sink) row_max = sink;
-        rescale = weight(sums.row_max[row], row_max);
-        row_sum = row_sum * rescale + weight(sink, row_max);
+        rescale = M::weight(total_.row_max(row), row_max);
+        row_sum = row_sum * rescale + M::weight(sink, row_max);
       }
       if (task_.log_sum_exp) {
         task_.log_sum_exp[token * task_.num_heads + head] = row_max + __builtin_logf(row_sum);
       }
       const V factor = Vec::set(rescale / row_sum);
-      const float* output = sums.output + row * stride_;
+      float* output = total_.output(row);
+      if constexpr (kMultipliesIntegers) Vec::put_in_order(output, head_dim_);
       const int64_t offset = token * task_.output_token_stride + head * head_dim_;
       if constexpr (!kIsQuantised) {
         store_row(output, factor, static_cast<C*>(task_.output) + offset);
@@ -148,50 +150,7 @@ class PieceKernel {
       M::store_pair(target + dim, num_elements, a, b);
     });
   }
-  // exp(logit - reference); 0 for a logit of minus infinity, 1 for logit = reference.
-  static float weight(float logit, float reference) {
-    if (logit == kMinusInfinity) return 0.0f;
-    return Vec::first(M::exp(Vec::set(logit - reference)));
-  }
-
-  // ---------------------------------------------------------------- sums of segments
-
-  void clear(Sums& sums) const {
-    const int num_rows = piece_.num_rows();
-    __builtin_memset(sums.output, 0, num_rows * stride_ * sizeof(float));
-    for (int row = 0; row < num_rows; ++row) sums.row_max[row] = kMinusInfinity, sums.row_sum[row] = 0.0f;
-  }
-
-  // total += segment, relative to the greater of their greatest logits.
-  void add_segment() {
-    Sums &total = scratch_.total, &segment = scratch_.segment;
-    for (int row = 0; row < piece_.num_rows(); ++row) {
-      const float total_max = total.row_max[row], segment_max = segment.row_max[row];
-      // Written so that a NaN on either side stays.
-      const float row_max = segment_max < total_max ? total_max : segment_max;
-      const float total_weight = weight(total_max, row_max), segment_weight = weight(segment_max, row_max);
-      total.row_max[row] = row_max;
-      total.row_sum[row] = total.row_sum[row] * total_weight + segment.row_sum[row] * segment_weight;
-      const V total_factor = Vec::set(total_weight), segment_factor = Vec::set(segment_weight);
-      for (int dim = row * stride_; dim < (row + 1) * stride_; dim += kLanes) {
-        const V scaled = Vec::mul(Vec::load(segment.output + dim), segment_factor);
-        Vec::store(total.output + dim, Vec::fma(Vec::load(total.output + dim), total_factor, scaled));
-      }
-    }
-  }
-
-  void save(float* partial) const {
-    const int num_rows = piece_.num_rows();
-    __builtin_memcpy(partial, scratch_.total.output, num_rows * stride_ * sizeof(float));
-    __builtin_memcpy(partial + num_rows * stride_, scratch_.total.row_max, num_rows * sizeof(float));
-    __builtin_memcpy(partial + num_rows * (stride_ + 1), scratch_.total.row_sum, num_rows * sizeof(float));
-  }
-  void load(Sums& sums, const float* partial) const {
-    const int num_rows = piece_.num_rows();
-    __builtin_memcpy(sums.output, partial, num_rows * stride_ * sizeof(float));
-    __builtin_memcpy(sums.row_max, partial + num_rows * stride_, num_rows * sizeof(float));
-    __builtin_memcpy(sums.row_sum, partial + num_rows * (stride_ + 1), num_rows * sizeof(float));
-  }
+  // ---------------------------------------------------------------- segments
 
   void attend_segments(const Piece* next) {
     const int64_t end = first_position_ + piece_.num_tokens, segment = segment_keys(task_);
@@ -203,10 +162,10 @@ class PieceKernel {
     for (int64_t index = piece_.first_segment; index < piece_.first_segment + piece_.num_segments; ++index) {
       const int64_t segment_begin = larger_key(begin, index * segment);
       const int64_t segment_end = smaller_key(end, (index + 1) * segment);
-      Sums& sums = is_first ? scratch_.total : scratch_.segment;
-      clear(sums);
+      const RowSums<Vec, D>& sums = is_first ? total_ : segment_;
+      sums.clear();
       attend_keys(segment_begin, segment_end, segment_end < end, next, sums);
-      if (!is_first) add_segment();
+      if (!is_first) total_.add(segment_);
       is_first = false;
     }
   }
@@ -221,16 +180,33 @@ class PieceKernel {
   }
   int64_t value_offset() const { return static_cast<int64_t>(task_.block_size) * head_dim_ * sizeof(C); }
 
-  // The lines of the chunk that begins at or around `position`.
+  ChunkScales scales_of(const char* block, int offset) const {
+    ChunkScales scales;
+    if constexpr (kIsQuantised) {
+      scales.keys = reinterpret_cast<const float*>(block + 2 * value_offset()) + offset;
+      scales.values = scales.keys + task_.block_size;
+    }
+    return scales;
+  }
+
+  // The lines of the chunk that begins at or around `position`; its scales, few, are fetched at once.
   Lines lines_of(int32_t seq, int64_t position, int kv_head) const {
+    const char* block = head_block(seq, position, kv_head);
     const int offset = static_cast<int>(position % task_.block_size) / kKeysPerChunk * kKeysPerChunk;
-    const char* key = head_block(seq, position, kv_head) + offset * head_dim_ * sizeof(C);
-    const int64_t num_bytes = smaller(kKeysPerChunk, task_.block_size - offset) * head_dim_ * sizeof(C);
-    return Lines(key, key + value_offset(), num_bytes);
+    const int num_keys = smaller(kKeysPerChunk, task_.block_size - offset);
+    if constexpr (kIsQuantised) {
+      const ChunkScales scales = scales_of(block, offset);
+      for (int key = 0; key < num_keys; key += 64 / sizeof(float)) {
+        __builtin_prefetch(scales.keys + key);
+        __builtin_prefetch(scales.values + key);
+      }
+    }
+    const char* key = block + offset * head_dim_ * sizeof(C);
+    return Lines(key, key + value_offset(), num_keys * head_dim_ * static_cast<int64_t>(sizeof(C)));
   }
 
   // Keys [begin, end) for all rows. Behind them come more of this sequence's, or the next piece's.
-  void attend_keys(int64_t begin, int64_t end, bool goes_on, const Piece* next, Sums& sums) {
+  void attend_keys(int64_t begin, int64_t end, bool goes_on, const Piece* next, const RowSums<Vec, D>& sums) {
     for (int64_t block_start = begin / task_.block_size * task_.block_size; block_start < end;
          block_start += task_.block_size) {
       const int block_begin = static_cast<int>(larger_key(begin - block_start, 0)) / kKeysPerChunk * kKeysPerChunk;
@@ -259,22 +235,18 @@ class PieceKernel {
 
   // The keys of this chunk that a row sees, causally and through the window: [row_begin, row_end). Both grow with
   // the row within a key/value head. Nothing before `first_key`, which the segment or the window of all begins with.
+  KeyRange range_of(int row) const { return {row_begin(row), row_end(row)}; }
   int row_end(int row) const { return clamp_to_chunk(scratch_.positions[row] + 1 - chunk_start_); }
   int row_begin(int row) const {
     return task_.sliding_window ? clamp_to_chunk(scratch_.positions[row] + 1 - task_.sliding_window - chunk_start_) : 0;
   }
-  int clamp_to_chunk(int64_t key) const {
-    return key < 0 ? 0 : key > chunk_len_ ? chunk_len_ : static_cast<int>(key);
-  }
+  int clamp_to_chunk(int64_t key) const { return key < 0 ? 0 : key > chunk_len_ ? chunk_len_ : static_cast<int>(key); }
 
-  void attend_chunk(const char* block, int offset, int first_row, int64_t first_key, Sums& sums, Lines& lines) {
+  void attend_chunk(const char* block, int offset, int first_row, int64_t first_key, const RowSums<Vec, D>& sums,
+                    Lines& lines) {
     const C* keys = reinterpret_cast<const C*>(block) + offset * head_dim_;
     const C* values = reinterpret_cast<const C*>(block + value_offset()) + offset * head_dim_;
-    const float *key_scales = nullptr, *value_scales = nullptr;
-    if constexpr (kIsQuantised) {
-      key_scales = reinterpret_cast<const float*>(block + 2 * value_offset()) + offset;
-      value_scales = key_scales + task_.block_size;
-    }
+    const Softmax<Vec, C, D> softmax(task_.scale, task_.soft_cap, chunk_len_, scales_of(block, offset));
     const int last_row = first_row + rows_per_head_;
     const int begin = static_cast<int>(first_key - chunk_start_), end = row_end(last_row - 1);
     // About 3/8 of the next chunk's lines go with the logits, 1/8 with the softmax, the rest with the values.
@@ -283,7 +255,11 @@ class PieceKernel {
     const int softmax_lines = divided(num_lines, 8 * rows_per_head_);
     const int value_lines = divided(num_lines, 2 * num_groups * (kKeysPerChunk / 4) * larger(1, head_dim_ / M::kPair));
 
-    if (sizeof(C) < sizeof(float) && rows_per_head_ >= kMinRowsToConvert) {
+    if constexpr (kMultipliesIntegers) {
+      score_rows(first_row, last_row, keys, end, lines, key_lines);
+      weigh_rows(first_row, last_row, softmax, sums, lines, softmax_lines);
+      add_integer_rows(first_row, last_row, values, sums, lines, value_lines);
+    } else if (sizeof(C) < sizeof(float) && rows_per_head_ >= kMinRowsToConvert) {
       if constexpr (kDots16Bit) {
         score_rows(first_row, last_row, keys, end, lines, key_lines);
       } else {
@@ -291,11 +267,11 @@ class PieceKernel {
         score_rows(first_row, last_row, scratch_.keys, end, lines, key_lines);
       }
       widen(values, begin, end, scratch_.values);
-      weigh_rows(first_row, last_row, key_scales, value_scales, sums, lines, softmax_lines);
+      weigh_rows(first_row, last_row, softmax, sums, lines, softmax_lines);
       add_rows(first_row, last_row, scratch_.values, stride_, sums, lines, value_lines);
     } else {
       score_rows(first_row, last_row, keys, end, lines, key_lines);
-      weigh_rows(first_row, last_row, key_scales, value_scales, sums, lines, softmax_lines);
+      weigh_rows(first_row, last_row, softmax, sums, lines, softmax_lines);
       add_rows(first_row, last_row, values, head_dim_, sums, lines, value_lines);
     }
     lines.fetch(lines.num_left());
@@ -330,9 +306,11 @@ class PieceKernel {
   template <class S, int R, int K>
   void score(int row, const S* keys, int key) {
     float* scores = scratch_.scores + row * kScoreStride + key;
-    if constexpr (kDots16Bit) {
-      M::template dot_products_16_bit<R, K>(scratch_.query_bits + row * stride_, stride_, keys + key * head_dim_,
-                                            head_dim_, scores);
+    if constexpr (kMultipliesIntegers) {
+      Vec::template dot_products<D, R, K>(scratch_.integers, row, keys + key * head_dim_, head_dim_, scores);
+    } else if constexpr (kDots16Bit) {
+      M::template dot_products_16_bit<S, R, K>(scratch_.query_bits + row * stride_, stride_, keys + key * head_dim_,
+                                               head_dim_, scores);
     } else {
       const int key_stride = sizeof(S) == sizeof(float) && sizeof(C) < sizeof(float) ? stride_ : head_dim_;
       M::template dot_products<S, R, K>(scratch_.query + row * stride_, stride_, keys + key * key_stride, key_stride,
@@ -340,111 +318,20 @@ class PieceKernel {
     }
   }
 
-  void weigh_rows(int first_row, int last_row, const float* key_scales, const float* value_scales, Sums& sums,
+  void weigh_rows(int first_row, int last_row, const Softmax<Vec, C, D>& softmax, const RowSums<Vec, D>& sums,
                   Lines& lines, int lines_per_row) {
     M::for_row_groups(first_row, last_row, [&](int row, auto group) {
       constexpr int R = decltype(group)::value;
+      KeyRange ranges[R];
+      for (int r = 0; r < R; ++r) ranges[r] = range_of(row + r);
       lines.fetch(R * lines_per_row);
-      weigh<R>(row, key_scales, value_scales, sums);
+      softmax.template weigh<R>(row, ranges, scratch_.scores + row * kScoreStride, sums, scratch_.integers);
     });
   }
 
-  // Online softmax: turns the logits of R rows for this chunk into weights relative to the greatest logit so far, and
-  // rescales what the rows have summed up under the old one. Lanes stand for keys at fixed places of the chunk. Row by
-  // row at each step, so that one row's chain of operations runs beside the others'.
-  template <int R>
-  void weigh(int row, const float* key_scales, const float* value_scales, Sums& sums) {
-    constexpr int kVectors = kKeysPerChunk / kLanes;
-    float* scores = scratch_.scores + row * kScoreStride;
-    V largest[R], lane_sums[R];
-    float references[R], rescales[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const int begin = row_begin(row + r), end = row_end(row + r);
-      largest[r] = Vec::set(kMinusInfinity);
-#pragma GCC unroll 4
-      for (int i = 0; i < kVectors; ++i) {
-        float* part = scores + r * kScoreStride + i * kLanes;
-        const V logits = seen(logits_of(Vec::load(part), key_scales, i * kLanes), i * kLanes, begin, end);
-        Vec::store(part, logits);
-        largest[r] = Vec::max(largest[r], logits);
-      }
-    }
-    bool is_rescaled = false;
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const float old_max = sums.row_max[row + r], chunk_max = Vec::reduce_max(largest[r]);
-      const float new_max = chunk_max <= old_max ? old_max : chunk_max;  // NaN if the chunk has one
-      // All logits minus infinity so far: any finite reference gives weight zero.
-      references[r] = new_max == kMinusInfinity ? 0.0f : new_max;
-      is_rescaled |= !(new_max == old_max);
-      rescales[r] = old_max;
-      sums.row_max[row + r] = new_max;
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const int begin = row_begin(row + r), end = row_end(row + r);
-      lane_sums[r] = Vec::set(0.0f);
-#pragma GCC unroll 4
-      for (int i = 0; i < kVectors; ++i) {
-        float* part = scores + r * kScoreStride + i * kLanes;
-        V weights = M::exp(Vec::sub(Vec::load(part), Vec::set(references[r])));
-        lane_sums[r] = Vec::add(lane_sums[r], weights);
-        if constexpr (kIsQuantised) {
-          const V scale = Vec::mul(load_scales(value_scales, i * kLanes), Vec::set(kElementUnit<C>));
-          weights = seen(Vec::mul(weights, scale), i * kLanes, begin, end);
-        }
-        Vec::store(part, weights);
-      }
-    }
-    if (is_rescaled) {
-      for (int r = 0; r < R; ++r) rescale(row + r, rescales[r], references[r], sums);
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) sums.row_sum[row + r] += Vec::reduce_sum(lane_sums[r]);
-  }
-  void rescale(int row, float old_max, float reference, Sums& sums) {
-    if (old_max == kMinusInfinity) return;  // nothing but zeros so far
-    const V factor = M::exp(Vec::set(old_max - reference));
-    sums.row_sum[row] *= Vec::first(factor);
-    float* output = sums.output + row * stride_;
-    for (int dim = 0; dim < stride_; dim += kLanes) Vec::store(output + dim, Vec::mul(Vec::load(output + dim), factor));
-  }
-  V logits_of(V scores, const float* key_scales, int key) const {
-    V logits = Vec::mul(scores, Vec::set(task_.scale * kElementUnit<C>));
-    if constexpr (kIsQuantised) logits = Vec::mul(logits, load_scales(key_scales, key));
-    return task_.soft_cap > 0.0f ? capped(logits) : logits;
-  }
-  // Scales of keys [key, key + kLanes), not beyond the block; what lies there is masked afterwards.
-  V load_scales(const float* scales, int key) const {
-    if (key + kLanes <= chunk_len_) return Vec::load(scales + key);
-    float part[kLanes] = {};
-    for (int lane = 0; key + lane < chunk_len_; ++lane) part[lane] = scales[key + lane];
-    return Vec::load(part);
-  }
-  // Minus infinity in the lanes of keys outside [begin, end); as weights these are not used.
-  static V seen(V x, int key, int begin, int end) {
-    if (begin <= key && key + kLanes <= end) return x;
-    float lanes[kLanes];
-    Vec::store(lanes, x);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      if (key + lane < begin || key + lane >= end) lanes[lane] = kMinusInfinity;
-    }
-    return Vec::load(lanes);
-  }
-
-  // cap * tanh(logit / cap), by tanh|y| = (1 - e) / (1 + e) with e = exp(-2 |y|).
-  V capped(V logit) const {
-    const V one = Vec::set(1.0f);
-    const V y = Vec::mul(logit, Vec::set(1.0f / task_.soft_cap));
-    const V e = M::exp(Vec::mul(Vec::abs(y), Vec::set(-2.0f)));
-    const V magnitude = Vec::mul(Vec::set(task_.soft_cap), Vec::div(Vec::sub(one, e), Vec::add(one, e)));
-    return Vec::copy_sign(magnitude, logit);
-  }
-
   template <class S>
-  void add_rows(int first_row, int last_row, const S* values, int value_stride, Sums& sums, Lines& lines,
-                int lines_per_step) {
+  void add_rows(int first_row, int last_row, const S* values, int value_stride, const RowSums<Vec, D>& sums,
+                Lines& lines, int lines_per_step) {
     M::for_row_groups(first_row, last_row, [&](int row, auto group) {
       constexpr int R = decltype(group)::value;
       // The keys that all R rows see go together; before and after them each row goes alone.
@@ -452,12 +339,21 @@ class PieceKernel {
       const int common_end = larger(row_end(row), common_begin);
       const auto add = [&](int r, int begin, int end, auto count) {
         M::template add_values<S, decltype(count)::value>(scratch_.scores + r * kScoreStride, values, begin, end,
-                                                          value_stride, sums.output + r * stride_, stride_, lines,
-                                                          lines_per_step);
+                                                          value_stride, sums.output(r), stride_, lines, lines_per_step);
       };
       for (int r = row; r < row + R; ++r) add(r, row_begin(r), smaller(common_begin, row_end(r)), Count<1>());
       add(row, common_begin, common_end, Count<R>());
       for (int r = row; r < row + R; ++r) add(r, larger(common_end, row_begin(r)), row_end(r), Count<1>());
+    });
+  }
+
+  // All keys that one of R rows sees go together: for the others their weight is zero, and stale integers are finite.
+  void add_integer_rows(int first_row, int last_row, const C* values, const RowSums<Vec, D>& sums, Lines& lines,
+                        int lines_per_step) {
+    M::for_row_groups(first_row, last_row, [&](int row, auto group) {
+      constexpr int R = decltype(group)::value;
+      Vec::template add_values<D, R>(scratch_.integers, row, values, {row_begin(row), row_end(row + R - 1)}, chunk_len_,
+                                     head_dim_, sums.output(row), stride_, lines, lines_per_step);
     });
   }
 };

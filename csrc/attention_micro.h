@@ -8,6 +8,7 @@
 // could replace the baseline's copy at link time.
 #pragma once
 #include "attention.h"
+#include "vec_math.h"
 
 namespace mol {
 
@@ -143,9 +144,8 @@ struct Micro {
   }
 
   // The same with query and keys in 16 bits, [R, stride] and [K, head_dim]: exact products, summed in fp32.
-  template <int R, int K>
-  static void dot_products_16_bit(const uint16_t* query, int stride, const BFloat16* keys, int head_dim,
-                                  float* scores) {
+  template <class S, int R, int K>
+  static void dot_products_16_bit(const uint16_t* query, int stride, const S* keys, int head_dim, float* scores) {
     V sums[kSums];
 #pragma GCC unroll 16
     for (int i = 0; i < kSums; ++i) sums[i] = Vec::set(0.0f);
@@ -231,21 +231,10 @@ struct Micro {
       for (int n = 0; n < 2 * N; ++n) Vec::store(output + r * stride + n * kLanes, sums[r][n]);
     }
   }
-
-  // exp(x) for x <= 0, to 2 units in the last place; 0 below the smallest normal number; NaN stays NaN.
-  // x = n ln 2 + r, the polynomial is the classic Cephes one for exp(r), |r| <= ln(2) / 2.
-  static V exp(V x) {
-    const V n = Vec::round(Vec::mul(x, Vec::set(1.44269504088896341f)));
-    V r = Vec::fma(n, Vec::set(-0.693359375f), x);  // ln 2 in two parts, the first exact in few bits
-    r = Vec::fma(n, Vec::set(2.12194440e-4f), r);
-    V p = Vec::set(1.9875691500e-4f);
-    p = Vec::fma(p, r, Vec::set(1.3981999507e-3f));
-    p = Vec::fma(p, r, Vec::set(8.3334519073e-3f));
-    p = Vec::fma(p, r, Vec::set(4.1665795894e-2f));
-    p = Vec::fma(p, r, Vec::set(1.6666665459e-1f));
-    p = Vec::fma(p, r, Vec::set(5.0000001201e-1f));
-    p = Vec::fma(Vec::mul(r, r), p, Vec::add(r, Vec::set(1.0f)));
-    return Vec::zero_if_less(x, Vec::set(-87.33f), Vec::times_power_of_two(p, n));
+  // exp(logit - reference); 0 for a logit of minus infinity, 1 for logit = reference.
+  static float weight(float logit, float reference) {
+    if (logit == -__builtin_inff()) return 0.0f;
+    return Vec::first(exp_not_above_0<Vec>(Vec::set(logit - reference)));
   }
 };
 

@@ -44,7 +44,7 @@ class Planner {
   // Keys that are read, once for each query token.
   int64_t cost(int32_t seq) const {
     int64_t keys = task_.seq_lens[seq];
-    if (task_.sliding_window > 0) keys = std::min<int64_t>(keys, task_.sliding_window + query_len(seq) - 1);
+    if (task_.sliding_window > 0) keys = std::min(keys, int64_t{task_.sliding_window} + query_len(seq) - 1);
     return query_len(seq) * keys;
   }
 
@@ -69,7 +69,8 @@ class Planner {
     const int32_t num_parts = std::max(1, divided(cost(seq), std::max<int64_t>(1, piece_cost_)));
     const int32_t most_kv_heads = std::max(1, kMaxRows / heads_per_piece_);
     const int32_t kv_heads = std::min(most_kv_heads, divided(task_.num_kv_heads, num_parts));
-    const int32_t context_parts = kv_heads > 1 ? 1 : std::min(piece.num_segments, divided(num_parts, task_.num_kv_heads));
+    const int32_t context_parts =
+        kv_heads > 1 ? 1 : std::min(piece.num_segments, divided(num_parts, task_.num_kv_heads));
     for (int32_t kv_head = 0; kv_head < task_.num_kv_heads; kv_head += kv_heads) {
       piece.first_kv_head = kv_head;
       piece.num_kv_heads = std::min(kv_heads, task_.num_kv_heads - kv_head);

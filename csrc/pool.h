@@ -14,8 +14,8 @@ struct mol_pool {
  public:
   using Body = void (*)(void* context, int64_t piece);
 
-  // num_threads counts the caller of run(). Workers may run on any CPU of the list, or with `nodes` in turns on those of
-  // one memory node; empty: the creator's mask.
+  // num_threads counts the caller of run(). Workers may run on any CPU of the list, or with `nodes` in turns on those
+  // of one memory node; empty: the creator's mask.
   mol_pool(int32_t num_threads, const int32_t* cpus, int32_t num_cpus, const int32_t* nodes);
   ~mol_pool();
   mol_pool(const mol_pool&) = delete;
@@ -47,3 +47,17 @@ struct mol_pool {
   std::atomic<uint64_t> epoch_{0};  // counts runs (and the stop), for workers that still spin
   std::vector<std::thread> workers_;
 };
+
+namespace mol {
+
+// The same for any callable body(piece). pool may be nullptr: all on the calling thread.
+template <class Body>
+void run_pieces(mol_pool* pool, int64_t num_pieces, Body& body) {
+  if (pool == nullptr) {
+    for (int64_t piece = 0; piece < num_pieces; ++piece) body(piece);
+  } else {
+    pool->run(num_pieces, [](void* context, int64_t piece) { (*static_cast<Body*>(context))(piece); }, &body);
+  }
+}
+
+}  // namespace mol

@@ -20,7 +20,7 @@ int64_t piece_bytes_for(int64_t num_bytes, const mol_pool* pool) {
 }
 
 SumWords loop_for(int32_t isa, int32_t pattern) {
-  if (isa == MOL_ISA_AUTO) isa = mol_best_isa();
+  if (isa == MOL_ISA_AUTO) isa = mol_best_isa(MOL_FLOAT32);
   if (!mol_isa_available(isa)) return nullptr;
   switch (isa) {
     case MOL_ISA_SCALAR:
@@ -54,7 +54,7 @@ int32_t mol_read_probe(const void* data, int64_t num_bytes, int32_t pattern, int
                        uint64_t* sum) {
   if (data == nullptr || num_bytes < 0 || sum == nullptr) return MOL_ERROR_BAD_ARGUMENT;
   if (pattern < MOL_READ_SEQUENTIAL || pattern > MOL_READ_FOUR_STREAMS_PREFETCH) return MOL_ERROR_BAD_ARGUMENT;
-  if (isa < MOL_ISA_AUTO || isa > MOL_ISA_AVX512BF16) return MOL_ERROR_BAD_ARGUMENT;
+  if (isa < MOL_ISA_AUTO || isa > MOL_ISA_AVX512VNNI) return MOL_ERROR_BAD_ARGUMENT;
   const mol::SumWords sum_words = mol::loop_for(isa, pattern);
   if (sum_words == nullptr) return MOL_ERROR_UNSUPPORTED_ISA;
 

@@ -2,8 +2,10 @@
 #include "stream.h"
 
 #include <pthread.h>
+#include <signal.h>
 #include <sys/prctl.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -48,6 +50,14 @@ static uint64_t splitmix64(uint64_t x) {
 
 }  // namespace mol
 
+// Operations that the streams of this process have completed; guarded by streams_mutex().
+static int64_t total_completed = 0;
+// How often a host wait looks for progress, and whether the threads are still there.
+static constexpr double kSecondsPerLook = 1;
+
+// A thread can end alone, without any of our code running: by the exit system call, or killed by a seccomp filter.
+static bool is_dead(pid_t thread_id) { return thread_id != 0 && tgkill(getpid(), thread_id, 0) != 0 && errno == ESRCH; }
+
 using mol::now_ns;
 using mol::Operation;
 using mol::OperationKind;
@@ -74,17 +84,46 @@ int64_t mol_stream::submit(Operation operation) {
   return seq;
 }
 
-int32_t mol_stream::synchronize(int64_t seq) {
+int32_t mol_stream::synchronize(int64_t seq, double stall_timeout_s) {
   Lock lock(streams_mutex());
   if (completed < seq) {
     demand(seq);
     std::condition_variable done;
     mol::Waiter waiter = {seq, &done};
     waiters.push_back(&waiter);
-    done.wait(lock, [&] { return completed >= seq; });
+    const double patience_s = stall_timeout_s > 0 ? stall_timeout_s : std::numeric_limits<double>::infinity();
+    const std::chrono::duration<double> look(std::min(kSecondsPerLook, patience_s / 8));
+    int64_t seen = total_completed, seen_ns = now_ns();
+    int32_t code = MOL_OK;
+    while (completed < seq && code == MOL_OK) {
+      if (done.wait_for(lock, look) == std::cv_status::no_timeout) continue;
+      if (total_completed != seen) {
+        seen = total_completed;
+        seen_ns = now_ns();
+      } else if ((now_ns() - seen_ns) * 1e-9 >= patience_s) {
+        code = MOL_ERROR_STALLED;
+      }
+      if (has_dead_thread()) code = MOL_ERROR_ENDED;
+    }
     waiters.erase(std::find(waiters.begin(), waiters.end(), &waiter));
+    if (completed < seq) return code;
   }
   return std::exchange(failure, 0);
+}
+
+mol_stream_status mol_stream::status() const {
+  mol_stream_status status = {};
+  status.submitted = submitted;
+  status.completed = completed;
+  status.tag = running_tag;
+  status.since_ns = running_since_ns;
+  status.awaited = const_cast<mol_stream*>(blocked_on);
+  status.awaited_seq = blocked_seq;
+  status.state = is_dead(thread_id)      ? MOL_STREAM_ENDED
+                 : running_since_ns != 0 ? MOL_STREAM_RUNNING
+                 : blocked_on != nullptr ? MOL_STREAM_WAITING
+                                         : MOL_STREAM_IDLE;
+  return status;
 }
 
 void mol_stream::stop() {
@@ -106,6 +145,7 @@ void mol_stream::run() {
   // The default slack of 50 us would be added to every paced copy.
   prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0);
   Lock lock(streams_mutex());
+  thread_id = gettid();
   while (wait_for_turn(lock)) {
     const Operation operation = std::move(queue.front());
     queue.pop_front();
@@ -148,6 +188,8 @@ bool mol_stream::run_wait(const Operation& operation, Lock& lock) {
 }
 
 void mol_stream::run_work(const Operation& operation, Lock& lock) {
+  running_tag = operation.tag;
+  running_since_ns = now_ns();
   lock.unlock();
   if (config.timing == MOL_TIMING_JITTER) mol::sleep_until(now_ns() + jitter_ns(operation.seq));
   int64_t start_ns = now_ns();
@@ -174,6 +216,7 @@ void mol_stream::run_work(const Operation& operation, Lock& lock) {
     }
   }
   lock.lock();
+  running_since_ns = 0;
   line_ns_ = end_ns;
   totals.busy_ns += end_ns - start_ns;
   totals.num_bytes += operation.num_bytes;
@@ -189,6 +232,7 @@ void mol_stream::run_work(const Operation& operation, Lock& lock) {
 void mol_stream::complete(int64_t seq) {
   ends_ns_[static_cast<size_t>(seq % kNumEndsKept)] = line_ns_;
   completed = seq;
+  ++total_completed;
   for (const mol::Waiter* waiter : waiters) {
     if (waiter->seq <= completed) waiter->wake->notify_one();
   }
@@ -212,6 +256,16 @@ bool mol_stream::is_stuck() const {
     seen.push_back(stream);
     if (std::find(seen.begin(), seen.end(), other) != seen.end()) return true;
     stream = other;
+  }
+  return false;
+}
+
+bool mol_stream::has_dead_thread() const {
+  std::vector<const mol_stream*> seen;
+  for (const mol_stream* stream = this; stream != nullptr; stream = stream->blocked_on) {
+    if (is_dead(stream->thread_id)) return true;
+    if (std::find(seen.begin(), seen.end(), stream) != seen.end()) break;
+    seen.push_back(stream);
   }
   return false;
 }

@@ -6,6 +6,8 @@
 // spread from stream to stream, and a ring of waits can be seen whole when a stream is destroyed.
 #pragma once
 
+#include <sys/types.h>
+
 #include <array>
 #include <condition_variable>
 #include <cstdint>
@@ -68,7 +70,8 @@ struct mol_stream {
 
   // Called by the host, without the mutex.
   int64_t submit(mol::Operation operation);
-  int32_t synchronize(int64_t seq);
+  int32_t synchronize(int64_t seq, double stall_timeout_s);
+  mol_stream_status status() const;
   void stop();  // runs out what can still run, drops the rest, joins the thread
 
   const std::string name;
@@ -83,11 +86,14 @@ struct mol_stream {
   int64_t demanded = 0;  // lazy timing: operations up to this one may run
   bool stopping = false;
   bool gone = false;  // stopped: what has not completed never will
+  pid_t thread_id = 0;
   std::condition_variable wake;
   std::vector<mol::Waiter*> waiters;
   const mol_stream* blocked_on = nullptr;  // the wait that the thread is in now, and for which seq
   int64_t blocked_seq = 0;
-  int32_t failure = 0;  // first code since the last report
+  int64_t running_tag = 0;
+  int64_t running_since_ns = 0;  // 0: no copy, fill or call is running
+  int32_t failure = 0;           // first code since the last report
   mol_stream_totals totals = {};
   std::deque<mol_record> records;
   int64_t record_capacity = 0;
@@ -104,6 +110,7 @@ struct mol_stream {
   void complete(int64_t seq);
   void demand(int64_t seq);
   bool is_stuck() const;
+  bool has_dead_thread() const;  // of this stream, or of one that it waits for
   int64_t end_of(int64_t seq) const;
   int64_t jitter_ns(int64_t seq) const;
 

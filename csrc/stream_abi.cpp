@@ -69,7 +69,14 @@ int64_t mol_stream_wait(mol_stream* stream, mol_stream* other, int64_t seq) {
   return stream->submit(std::move(operation));
 }
 
-int32_t mol_stream_synchronize(mol_stream* stream, int64_t seq) { return stream->synchronize(seq); }
+int32_t mol_stream_synchronize(mol_stream* stream, int64_t seq, double stall_timeout_s) {
+  return stream->synchronize(seq, stall_timeout_s);
+}
+
+void mol_stream_get_status(mol_stream* stream, mol_stream_status* status) {
+  Lock lock(mol::streams_mutex());
+  *status = stream->status();
+}
 
 int64_t mol_stream_submitted(mol_stream* stream) {
   Lock lock(mol::streams_mutex());

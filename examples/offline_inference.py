@@ -17,8 +17,8 @@ def main() -> None:
     llm = LLM(
         model=str(MODEL),
         worker_cls="vllm_moe_lightning.worker.MoELightningWorker",
-        additional_config={"moe_lightning": {"num_micro_batches": 4}},  # optional: every option has a default
-        kv_cache_memory_bytes=1 << 28,
+        # Optional. Here the device is told to be smaller than the model, which otherwise would run as stock vLLM.
+        additional_config={"moe_lightning": {"device_memory_mib": 6}},
     )
     prompts = ["ROMEO:\nO, she doth", "First Citizen:\nWe are", "KING HENRY V:\nOnce more"]
     for output in llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=48)):

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_moe_lightning.checkpoint_layers import incomplete_layers, missing_at_top, unknown_experts, wrong_shapes
+from vllm_moe_lightning.checkpoint_layers import (
+    incomplete_layers,
+    missing_at_top,
+    unknown_experts,
+    unlike_experts,
+    wrong_shapes,
+)
 from vllm_moe_lightning.errors import CheckpointError
 
 CHECKED_LOAD_FORMATS = ("auto", "hf", "safetensors")
@@ -27,6 +33,9 @@ ELEMENT_BITS = {
     "BOOL": 8, "F4": 4, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "BF16": 16, "F16": 16, "F32": 32, "F64": 64,
     "I8": 8, "U8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64,
 }  # fmt: skip
+PACKED = frozenset({"F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "I32"})
+"""Types of weights that mean nothing without scales."""
+WEIGHTS = (".weight", "_proj", ".w1", ".w2", ".v1")
 NUM_NAMED = 5  # a message names this many tensors
 COMPARED_CHUNK_BYTES = 1 << 20
 
@@ -36,6 +45,7 @@ class StoredTensor:
     """A tensor as its file's header describes it; `begin` and `end` count bytes from the start of the file."""
 
     file: Path
+    dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
@@ -57,9 +67,15 @@ def check_checkpoint(folder: Path, config: Mapping[str, Any], load_format: str =
     is_tied = bool(config.get("tie_word_embeddings"))
     optional = (".inv_freq", "lm_head.weight") if is_tied else (".inv_freq",)
     _refuse_missing(folder, [name for name in indexed if name not in tensors and not name.endswith(optional)])
-    if config.get("quantization_config"):  # packed weights and scales have names and shapes of their own
-        return
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    if config.get("quantization_config"):  # packed weights and scales have names and shapes of their own
+        _refuse_missing(folder, unlike_experts(shapes))
+        return
+    if packed := [name for name, tensor in tensors.items() if tensor.dtype in PACKED and name.endswith(WEIGHTS)]:
+        raise CheckpointError(
+            f"{folder} stores {_some(packed)} as {tensors[packed[0]].dtype}, but its config.json has no "
+            f"quantization_config, so their scales would be left out; {CURE}"
+        )
     _refuse_missing(folder, missing_at_top(shapes, config))
     if unknown := unknown_experts(shapes, config):
         raise CheckpointError(f"{folder} has experts that this model's loader does not know: {_some(unknown)}")
@@ -83,7 +99,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         entries = {name: entry for name, entry in json.loads(raw).items() if name != "__metadata__"}
         tensors = {
-            name: StoredTensor(file, tuple(entry["shape"]), *(begin + offset for offset in entry["data_offsets"]))
+            name: StoredTensor(file, entry["dtype"], tuple(entry["shape"]), *(begin + o for o in entry["data_offsets"]))
             for name, entry in entries.items()
         }
         num_bits = {name: ELEMENT_BITS.get(entry["dtype"]) for name, entry in entries.items()}

@@ -147,7 +147,7 @@ def incomplete_layers(shapes: Shapes, config: Mapping[str, Any]) -> list[str]:
     """Missing expert tensors, and other weights that a layer lacks and another one of its kind has."""
     model = _Model.of(config)
     if model is None:
-        return _unlike_experts(shapes)
+        return unlike_experts(shapes)
     missing = []
     for layer, stored in model.experts_of(shapes).items():
         prefix = f"{model.layout.stack}.{layer}.{model.layout.experts}."
@@ -199,7 +199,8 @@ def _missing_beside_experts(shapes: Shapes, model: _Model) -> list[str]:
     ]
 
 
-def _unlike_experts(shapes: Shapes) -> list[str]:
+def unlike_experts(shapes: Shapes) -> list[str]:
+    """What an expert lacks and another one of its layer has: damage, or experts of which only some are quantised."""
     blocks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in shapes:
         if match := _NUMBERED_EXPERT.fullmatch(name):

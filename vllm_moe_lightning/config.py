@@ -14,6 +14,8 @@ OPTIONS_KEY = "moe_lightning"
 
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
+AdmissionMode = Literal["worst_case", "expected", "vllm"]
+FaultKind = Literal["raise", "error", "hang", "end_thread"]
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -35,17 +37,41 @@ class DebugOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Skip one kind of wait, named `waiter<-awaited`, for example `hidden_load<-attention`."""
     fail_attention_at: PositiveInt | None = None
     """The n-th attention task fails, to show that a failure unwinds cleanly."""
+    attention_fault: FaultKind | None = None
+    """How it fails: `raise` (the default) on the launching thread; on the attention stream's own thread it returns
+    an `error`, hangs for ever (`hang`), or ends the thread (`end_thread`)."""
+
+    def __post_init__(self) -> None:
+        if self.attention_fault is not None and self.fail_attention_at is None:
+            raise ValueError("attention_fault without fail_attention_at does nothing; give both")
 
 
 class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the user may set. The defaults page every MoE layer through two slots."""
+    """What the user may set. None: the planner's choice, or with `planner: "off"` the fixed default named below."""
 
-    num_micro_batches: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    planner: Literal["auto", "off"] = "auto"
+    """`auto`: measure or read the machine, solve for the fastest policy that fits, and size the engine by it. `off`:
+    fixed defaults and vLLM's own batch sizes; nothing is measured."""
+    hardware: str | None = None
+    """A GPU preset's name or the path of a profile (JSON). Default: this machine, measured at first use."""
+    expected_prompt_tokens: Annotated[float, msgspec.Meta(ge=1.0)] | None = None
+    """Mean prompt length that is planned for. Default: 512, or four fifths of max_model_len if that is less."""
+    expected_generation_tokens: PositiveInt | None = None
+    """Tokens to generate per prompt. Default: 128, or a fifth of max_model_len if that is less."""
+    prefill_tokens_per_sweep: PositiveInt | None = None
+    """Most prompt tokens that a sweep takes beside its decode tokens."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Host memory for keys and values, of each rank."""
+    num_micro_batches: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
+    """Without planner: 4."""
     lookahead: PositiveInt = 2
     """How many micro-batches the pre-attention work runs ahead of the post-attention work (2 in the paper)."""
     schedule: ScheduleName = "cgopipe"
-    num_resident_layers: NonNegativeInt = 0
-    """MoE layers whose experts stay on the device, spread evenly over the depth."""
+    num_resident_layers: NonNegativeInt | None = None
+    """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
+    admission: AdmissionMode = "worst_case"
+    """Which KV blocks a request must find free before it starts: those of its longest possible answer, so that none is
+    ever preempted; of the answers to expect by those that came before; or, as vLLM alone does, of its prompt."""
     page_mib: PositiveFloat | None = None
     """Size of one transfer. Default: a layer divided by the number of micro-batches, within 1..64 MiB."""
     attention_threads: PositiveInt | None = None
@@ -56,10 +82,24 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     h2d_gb_per_s: PositiveFloat | None = None
     """Speed of the emulated link, host to device. Default: as fast as memcpy goes."""
     d2h_gb_per_s: PositiveFloat | None = None
+    stall_timeout_s: PositiveFloat = 120.0
+    """Once no copy or attention task has completed for so long while one is waited for, the engine ends with an error
+    instead of waiting on. Far above any single task's time."""
+    metrics_window_s: PositiveFloat = 10.0
+    """What the ratios and rates on /metrics look back over."""
     trace_file: str | None = None
     """Where a chrome trace of the last sweeps is written when the engine stops or is asked for its statistics."""
     trace_operations: PositiveInt = 20_000
     debug: DebugOptions = msgspec.field(default_factory=DebugOptions)
+
+
+PLANNER_ONLY = (
+    "hardware",
+    "expected_prompt_tokens",
+    "expected_generation_tokens",
+    "prefill_tokens_per_sweep",
+    "kv_cache_gib",
+)
 
 
 def parse_options(raw: object) -> MoeLightningConfig:
@@ -75,12 +115,16 @@ def parse_options(raw: object) -> MoeLightningConfig:
     if isinstance(raw.get("debug"), dict):
         _refuse_unknown(raw["debug"], DebugOptions, f"{OPTIONS_KEY}.debug")
     try:
-        return msgspec.convert(raw, MoeLightningConfig, strict=True)
+        config = msgspec.convert(raw, MoeLightningConfig, strict=True)
     except msgspec.ValidationError as error:
         path = _path_of(error)
         raise ValueError(
             f"{OPTIONS_KEY}{path}: {error}; got {_value_at(raw, path)!r}; see README, 'Options'"
         ) from error
+    ignored = [name for name in PLANNER_ONLY if getattr(config, name) is not None]
+    if config.planner == "off" and ignored:
+        raise ValueError(f"{OPTIONS_KEY}: with planner 'off' nobody reads {ignored}; drop them, or the planner option")
+    return config
 
 
 def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:

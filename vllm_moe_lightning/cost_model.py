@@ -198,7 +198,8 @@ class _MicroBatch:
         spec, policy, load = self.spec, self.policy, self.load
         width = spec.widths.activation_bytes
         on_host = 1.0 - policy.kv_gpu_ratio
-        new_kv_bytes = load.tokens * spec.kv_bytes_per_token_layer * on_host
+        # As the model made them: a cache of another type is filled on the host.
+        new_kv_bytes = load.tokens * spec.attention.kv_elements_per_token * width * on_host
         hidden_bytes = load.tokens * spec.hidden * width if hidden_via_host(policy, load) else 0.0
         if policy.attention_on_gpu:
             read = load.decode_seqs * spec.mean_context_read(load.decode_context)

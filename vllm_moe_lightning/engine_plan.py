@@ -10,6 +10,10 @@ from typing import Any
 
 import msgspec
 
+from vllm_moe_lightning.pipeline.batching import QUERY_TOKEN_COST
+
+GIVEN, PLANNED = "given", "planned"
+"""Reasons of an EnginePlan."""
 PLAN_KEY = "moe_lightning_plan"
 """Key of `additional_config`. Written by us, not by users."""
 
@@ -39,9 +43,24 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Prompt tokens that a sweep takes beside its decode tokens when all slots are taken."""
     num_micro_batches: int
     micro_batch_size: int
+    query_token_cost: int = QUERY_TOKEN_COST
+    """Work of a query token outside of attention, in units of a context token that attention reads: what balances the
+    micro-batches."""
     kv_bytes: int
     """Host memory for keys and values, per rank."""
     num_resident_layers: int
+    block_size: int = 0
+    """Tokens per KV block; 0 where the plan does not say."""
+    num_kv_blocks: int = 0
+    """Of each rank, the null block included: kv_bytes in whole blocks."""
+    max_model_len: int = 0
+    page_bytes: int = 0
+    expert_layer_bytes: int = 0
+    """Routed experts of one MoE layer, per rank, as planned with; the worker compares what it has loaded."""
+    other_weight_bytes: int = 0
+    """All other weights, per rank."""
+    hardware: str = ""
+    """Name of the machine that was planned for."""
     reasons: dict[str, str] = {}
     """Name of a value above (or of a vLLM flag) -> why it is what it is: planned, given by the user, ..."""
     predicted: PredictedFigures
@@ -55,5 +74,19 @@ def plan_of(vllm_config: Any) -> EnginePlan | None:
 
 
 def store_plan(vllm_config: Any, plan: EnginePlan) -> None:
-    """Plain JSON values, since vLLM hashes `additional_config` as JSON."""
-    vllm_config.additional_config[PLAN_KEY] = msgspec.to_builtins(plan)
+    """Plain JSON values, since vLLM hashes `additional_config` as JSON. In a dict of its own: the given one may be
+    the user's, for the next engine too."""
+    vllm_config.additional_config = {**vllm_config.additional_config, PLAN_KEY: msgspec.to_builtins(plan)}
+
+
+LARGEST_DIFFERENCE = 0.05
+
+
+def weight_difference(what: str, planned_bytes: int, loaded_bytes: int) -> str | None:
+    """A sentence if weights, once loaded, are not what was planned with; a plan that leaves them out says 0."""
+    if abs(loaded_bytes - planned_bytes) <= LARGEST_DIFFERENCE * planned_bytes or not planned_bytes:
+        return None
+    return (
+        f"{what} take {loaded_bytes} bytes per rank and were planned with {planned_bytes} "
+        f"({loaded_bytes / planned_bytes - 1.0:+.1%}), so the plan's times and memory are off by as much"
+    )

@@ -16,6 +16,10 @@ class DeviceTaskError(MoeLightningError):
     """A host task (CPU attention) returned an error code; its outputs are not valid."""
 
 
+class DeviceStalledError(MoeLightningError):
+    """A stream makes no progress any more, or its thread has ended; the engine cannot go on."""
+
+
 class HazardError(MoeLightningError):
     """Two operations touch one buffer and no event orders them."""
 

@@ -15,6 +15,8 @@ import msgspec
 
 MIB = 1 << 20
 GIB = 1 << 30
+EMULATED_GPU_NAME = "emulated device"
+"""Of a machine without a GPU: its memory is a part of the host's, its FLOP/s are a core's."""
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -17,6 +17,8 @@ from vllm_moe_lightning.hardware import HostLimits
 ROOT = Path("/")
 # cgroup v1 has no word for "no limit": it says the largest page-aligned number.
 V1_UNLIMITED_BYTES = 1 << 60
+# Of a node's memory, what is free or holds nothing but copies of files.
+RECLAIMABLE = frozenset({"MemFree", "Active(file)", "Inactive(file)", "SReclaimable"})
 IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
@@ -41,11 +43,15 @@ def memlock_bytes() -> int | None:
 
 
 def total_memory_bytes(root: Path = ROOT) -> int:
+    return _meminfo_bytes("MemTotal", root)
+
+
+def _meminfo_bytes(name: str, root: Path) -> int:
     for line in (root / "proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemTotal":
+        key, _, value = line.partition(":")
+        if key == name:
             return int(value.split()[0]) * 1024
-    raise ValueError(f"{root / 'proc/meminfo'} has no MemTotal line; is this Linux?")
+    raise ValueError(f"{root / 'proc/meminfo'} has no {name} line; is this Linux?")
 
 
 def cgroup_memory_bytes(root: Path = ROOT) -> int | None:
@@ -57,6 +63,33 @@ def cgroup_memory_bytes(root: Path = ROOT) -> int | None:
             if words and words[0] != "max" and int(words[0]) < V1_UNLIMITED_BYTES:
                 limits.append(int(words[0]))
     return min(limits, default=None)
+
+
+def available_memory_bytes(num_nodes: int | None = None, root: Path = ROOT) -> int:
+    """What could be taken now without pushing anybody out: the kernel's estimate, and what our cgroups have left.
+
+    num_nodes: only that many NUMA nodes will be used, the emptiest; None: all.
+    """
+    available = [_meminfo_bytes("MemAvailable", root)]
+    if num_nodes is not None and (nodes := sorted(_available_bytes_by_node(root), reverse=True)):
+        available.append(sum(nodes[:num_nodes]))
+    for folder in _cgroup_folders("memory", root):
+        limit = _words(folder / "memory.max") or _words(folder / "memory.limit_in_bytes")
+        used = _words(folder / "memory.current") or _words(folder / "memory.usage_in_bytes")
+        if limit and used and limit[0] != "max":
+            words = _words(folder / "memory.stat")
+            stat = dict(zip(words[::2], words[1::2], strict=True))
+            # v1 has the groups below under a prefix.
+            cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+            available.append(int(limit[0]) - int(used[0]) + cached)
+    return max(0, min(available))
+
+
+def _available_bytes_by_node(root: Path) -> Iterator[int]:
+    """Lines as `Node 0 MemFree: 13682340 kB`. Nothing where the kernel knows of no nodes."""
+    for file in root.glob("sys/devices/system/node/node*/meminfo"):
+        lines = [line.split() for line in file.read_text().splitlines()]
+        yield sum(int(words[3]) * 1024 for words in lines if words[2].rstrip(":") in RECLAIMABLE)
 
 
 def cgroup_cpus(root: Path = ROOT) -> float | None:

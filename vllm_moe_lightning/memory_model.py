@@ -14,7 +14,7 @@ from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.kernel_costs import LOGITS_BYTES
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.policy import NUM_SLOTS
-from vllm_moe_lightning.rowwise import larger, smaller
+from vllm_moe_lightning.rowwise import larger
 from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload
 
 # Logits in float32, and the copy that sampling works on.
@@ -56,18 +56,17 @@ def _activation_bytes(spec: MoeModelSpec, micro_batch: SweepLoad) -> float:
     return micro_batch.tokens * max(ffn, attention) * width
 
 
-def _staging_bytes(spec: MoeModelSpec, policy: HrmPolicy, micro_batch: SweepLoad) -> float:
-    """Packed Q, K, V on their way down and attention outputs on their way up, for `lookahead` micro-batches."""
-    attention, width = spec.attention, spec.widths.activation_bytes
-    down = micro_batch.tokens * spec.kv_bytes_per_token_layer
-    down += micro_batch.decode_seqs * attention.q_elements_per_token * width
-    up = micro_batch.decode_seqs * attention.out_elements_per_token * width
-    return smaller(policy.lookahead, policy.num_micro_batches) * (down + up)
+def _staging_bytes(spec: MoeModelSpec, peak: SweepLoad) -> float:
+    """Packed Q, K and V of a sweep's tokens: every micro-batch has its own region (pipeline/host_attention)."""
+    attention = spec.attention
+    values_per_token = attention.q_elements_per_token + attention.kv_elements_per_token
+    return peak.tokens * values_per_token * spec.widths.activation_bytes
 
 
 def kv_bytes(spec: MoeModelSpec, workload: Workload, policy: HrmPolicy) -> float:
     """KV cache of N sequences at their full length: admission reserves it, so that none is ever preempted."""
-    return policy.batch_size * workload.final_context * spec.kv_bytes_per_token
+    kv = workload.kv
+    return kv.num_blocks(policy.batch_size, workload.final_context) * kv.tokens_per_block * spec.kv_bytes_per_token
 
 
 def _gpu_items(
@@ -88,7 +87,7 @@ def _gpu_items(
             # Every GPU holds the whole hidden state; the rest is split among them.
             "hidden states": hidden_tokens * hidden_bytes * HIDDEN_COPIES * profile.gpu.num_gpus,
             "activations of a micro-batch": _activation_bytes(spec, share),
-            "staging": _staging_bytes(spec, policy, share),
+            "staging": _staging_bytes(spec, peak),
             "logits": larger(peak.seqs, policy.batch_size) * spec.vocab * LOGITS_BYTES * LOGITS_COPIES,
             "KV cache on the GPU": policy.kv_gpu_ratio * kv_bytes(spec, workload, policy),
             "KV frames": frames * (1.0 - policy.kv_gpu_ratio),
@@ -100,7 +99,6 @@ def _host_items(
     spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy, peak: SweepLoad
 ) -> Mapping[str, float]:
     on_host = spec.num_moe_layers - policy.num_resident_layers - policy.num_disk_layers
-    share = peak.divided(policy.num_micro_batches)
     page_bytes = spec.expert_layer_bytes / pages_per_layer(spec, policy)
     hidden = peak.tokens * spec.hidden * spec.widths.activation_bytes if hidden_via_host(policy, peak) else 0.0
     return MappingProxyType(
@@ -109,7 +107,8 @@ def _host_items(
             "staging of disk pages": NUM_SLOTS * page_bytes if profile.disk is not None else 0.0,
             "KV cache": (1.0 - policy.kv_gpu_ratio) * kv_bytes(spec, workload, policy),
             "hidden states": hidden,
-            "staging": _staging_bytes(spec, policy, share),
+            # On their way down, and attention outputs on their way up.
+            "staging": 2 * _staging_bytes(spec, peak),
         }
     )
 

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES, quantised_row_bytes
+
 # Gate, up and down projection: every model here has gated experts.
 MATRICES_PER_FFN = 3
 FLOPS_PER_PARAM = 2  # a multiply and an add per weight and token
@@ -246,3 +249,13 @@ class MoeModelSpec:
 
     def with_kv_bytes_per_element(self, kv_bytes_per_element: float) -> MoeModelSpec:
         return replace(self, kv_bytes_per_element=kv_bytes_per_element)
+
+    def with_kv_cache_dtype(self, name: str) -> MoeModelSpec:
+        """With the cache of a type that vLLM's --kv-cache-dtype names, its scales included; "auto" and names of plain
+        types leave it the model's own. Raises UnsupportedError where the cache is not one of heads."""
+        if name not in QUANTISED_TYPES:
+            return self
+        if self.attention.is_latent:
+            raise UnsupportedError(f"{self.name}: --kv-cache-dtype {name} needs keys and values per head; drop it")
+        head_dim = self.attention.head_dim
+        return self.with_kv_bytes_per_element(quantised_row_bytes(head_dim) / head_dim)

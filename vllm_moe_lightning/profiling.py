@@ -18,6 +18,7 @@ import torch
 
 from vllm_moe_lightning import device_probes, host_probes
 from vllm_moe_lightning.hardware import (
+    EMULATED_GPU_NAME,
     CpuLevel,
     DiskLevel,
     GpuLevel,
@@ -217,7 +218,7 @@ def _device(
     sources["gpu.memory_bytes"] = f"chosen: {EMULATED_MEMORY_SHARE:.0%} of the host's memory, for the emulated device"
     sources["cpu.memory_bytes"] = "/proc/meminfo and cgroup, less the emulated device's"
     gpu = GpuLevel(
-        name="emulated device",
+        name=EMULATED_GPU_NAME,
         memory_bytes=device_bytes,
         bandwidth_bytes_per_s=take("gpu.bandwidth_bytes_per_s", "host_read.1"),
         flops_per_s=take("gpu.flops_per_s", "gemm_bfloat16.1", "gemm_float32.1"),

@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from vllm_moe_lightning.rowwise import larger
+
+
+@dataclass(frozen=True)
+class KvBlocks:
+    """How an engine lays out its KV cache. The default is the paper's: a token is a token."""
+
+    tokens_per_block: int = 1
+    unused_blocks: int = 0
+    """Held back by the engine for itself: vLLM's null block."""
+    least_usable_blocks: int = 0
+    """Whatever the batch: what one sequence of the longest allowed length takes."""
+    fixed_blocks: int | None = None
+    """All of the cache, where the user has fixed it."""
+
+    def blocks_of(self, num_tokens: float) -> float:
+        """Of one sequence. Of a mean length too, which without blocks is not rounded."""
+        return num_tokens if self.tokens_per_block == 1 else math.ceil(num_tokens / self.tokens_per_block)
+
+    def num_blocks(self, num_seqs: float, context: float) -> float:
+        """Of a cache that holds `num_seqs` sequences of `context` tokens each."""
+        if self.fixed_blocks is not None:
+            return self.fixed_blocks
+        return larger(num_seqs * self.blocks_of(context), self.least_usable_blocks) + self.unused_blocks
+
+
+@dataclass(frozen=True)
+class SweepBuffers:
+    """What an engine sizes its buffers for, if that is more than the steady state's sweep."""
+
+    least_prefill_tokens: float = 0.0
+    total_tokens: float | None = None
+    """Decode and prefill tokens together, where they are fixed."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +49,9 @@ class Workload:
     gen_len: int
     prompt_len_max: int | None = None
     """Of the longest prompt; None: all are about as long as the mean."""
+    kv: KvBlocks = KvBlocks()
+    buffers: SweepBuffers | None = None
+    """None: the steady state's own."""
 
     def __post_init__(self) -> None:
         if not self.prompt_len >= 1 or self.gen_len < 1:
@@ -135,3 +171,17 @@ def steady_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
         prefill_seqs=starting,
         prefill_len=workload.prompt_len,
     )
+
+
+def buffered_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
+    """The largest sweep that buffers are there for, in continuous batching: a decode token of every slot, and prefill
+    tokens beside them."""
+    steady, buffers = steady_load(workload, policy), workload.buffers
+    if buffers is None:
+        return steady
+    batch = policy.batch_size
+    if buffers.total_tokens is not None:
+        prefill = larger(buffers.total_tokens - batch, 0.0)
+    else:
+        prefill = larger(batch * workload.prompt_len / workload.gen_len, buffers.least_prefill_tokens)
+    return SweepLoad(batch, steady.decode_context, prefill / workload.prompt_len, workload.prompt_len)

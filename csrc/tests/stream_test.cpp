@@ -2,21 +2,9 @@
 // timing, destruction under way, pacing accuracy and submission cost. Exits 0 when all checks hold.
 #include <time.h>
 
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <random>
 #include <vector>
 
-#include "moe_lightning.h"
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                        \
-    }                                                                      \
-  } while (0)
+#include "check.h"
 
 static double now_s() {
   timespec time;
@@ -49,7 +37,7 @@ static void ring_of_waits(int32_t timing) {
     last_seq = mol_stream_copy(stream, 1, &dst, &src, &num_bytes, i);
     last = stream;
   }
-  CHECK(mol_stream_synchronize(last, last_seq) == 0);
+  CHECK(mol_stream_synchronize(last, last_seq, 0) == 0);
   for (int i = 0; i < kRounds * kStreams; ++i) CHECK(log[i] == i + 1);
   for (mol_stream* stream : streams) mol_stream_destroy(stream);
 }
@@ -93,8 +81,8 @@ static void failures_are_reported_once() {
   int64_t cell = 0;
   mol_stream_call(stream, fail, nullptr, 0);
   const int64_t seq = mol_stream_call(stream, increment, &cell, 0);
-  CHECK(mol_stream_synchronize(stream, seq) == MOL_ERROR_INJECTED);
-  CHECK(mol_stream_synchronize(stream, seq) == 0);
+  CHECK(mol_stream_synchronize(stream, seq, 0) == MOL_ERROR_INJECTED);
+  CHECK(mol_stream_synchronize(stream, seq, 0) == 0);
   CHECK(cell == 1);
   mol_stream_destroy(stream);
 }
@@ -110,7 +98,7 @@ static void measure_pacing() {
     int64_t seq = 0;
     const double start_s = now_s();
     for (int i = 0; i < kCopies; ++i) seq = mol_stream_copy(stream, 1, &dst, &src, &num_bytes, 0);
-    mol_stream_synchronize(stream, seq);
+    mol_stream_synchronize(stream, seq, 0);
     const double took_s = now_s() - start_s;
     const double model_s = kCopies * (10e-6 + num_bytes / kBandwidth);
     CHECK(took_s >= model_s);
@@ -123,7 +111,7 @@ static void measure_pacing() {
     double single_s = 0;
     for (int i = 0; i < 50; ++i) {
       const double begin_s = now_s();
-      mol_stream_synchronize(stream, mol_stream_copy(stream, 1, &dst, &src, &num_bytes, 0));
+      mol_stream_synchronize(stream, mol_stream_copy(stream, 1, &dst, &src, &num_bytes, 0), 0);
       single_s += now_s() - begin_s;
     }
     std::printf("paced, %7lld bytes alone: %.1f us more than the model\n", static_cast<long long>(num_bytes),
@@ -139,11 +127,11 @@ static void measure_submission() {
   double start_s = now_s();
   for (int i = 0; i < kCalls; ++i) seq = mol_stream_call(stream, increment, &cell, 0);
   const double submit_s = now_s() - start_s;
-  mol_stream_synchronize(stream, seq);
+  mol_stream_synchronize(stream, seq, 0);
   const double all_s = now_s() - start_s;
   start_s = now_s();
   for (int i = 0; i < kCalls / 10; ++i) {
-    mol_stream_synchronize(stream, mol_stream_call(stream, increment, &cell, 0));
+    mol_stream_synchronize(stream, mol_stream_call(stream, increment, &cell, 0), 0);
   }
   const double round_trip_s = now_s() - start_s;
   std::printf("submission %.2f us, throughput %.2f us a call, submit-and-wait round trip %.1f us\n",

@@ -13,6 +13,7 @@ from benchmarks.decoder_engine import DecoderEngine, Sequences, Step, make_cache
 from benchmarks.torch_decoder import DecoderConfig, MoeDecoder, reference_attention
 from vllm_moe_lightning.config import parse_options
 from vllm_moe_lightning.device import EmulatedDevice
+from vllm_moe_lightning.kv_cache_type import ElementKind
 
 DEFAULT = DecoderConfig()
 BLOCK_SIZE = 16
@@ -34,12 +35,16 @@ def steps_of(lens: Sequence[Sequence[int]] = STEPS, config: DecoderConfig = DEFA
 
 
 def make_engine(
-    config: DecoderConfig = DEFAULT, *, device: dict[str, Any] | None = None, **options: Any
+    config: DecoderConfig = DEFAULT,
+    *,
+    device: dict[str, Any] | None = None,
+    kind: ElementKind | None = None,
+    **options: Any,
 ) -> DecoderEngine:
     """`device`: arguments of EmulatedDevice; `options`: moe_lightning's. Close it, or use it as a context."""
     made = EmulatedDevice(**(device or {}))
     num_blocks = NUM_SEQS * MAX_LEN // BLOCK_SIZE
-    caches = make_caches(config, num_blocks, BLOCK_SIZE, poison=made.poison)
+    caches = make_caches(config, num_blocks, BLOCK_SIZE, poison=made.poison, kind=kind)
     return DecoderEngine(
         MoeDecoder(config), made, parse_options({"page_mib": PAGE_MIB, **options}), max_tokens=128, caches=caches
     )
@@ -66,10 +71,11 @@ def plain_run(
     lens: tuple[tuple[int, ...], ...] = STEPS,
     *,
     reference: bool = False,
+    kind: ElementKind | None = None,
 ) -> list[torch.Tensor]:
     """The same without the engine: bit by bit what it must give, or (reference) in plain torch, up to rounding."""
     model = MoeDecoder(config)
-    caches = make_caches(config, NUM_SEQS * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE)
+    caches = make_caches(config, NUM_SEQS * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, kind=kind)
     attention = {"attention": reference_attention} if reference else {}
     return [plain_step(model, caches, step, num_micro_batches, **attention) for step in steps_of(lens, config)]
 

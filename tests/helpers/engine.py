@@ -146,8 +146,8 @@ def run_engine(
     arguments = {**ENGINE_ARGS, "model": str(model), **(engine_args or {})}
     if plugin:
         arguments["worker_cls"] = WORKER_CLS
-        if moe_lightning is not None:
-            arguments["additional_config"] = {"moe_lightning": dict(moe_lightning)}
+        # Not planned unless a test says so: nothing is measured, and what a test gives is what it gets.
+        arguments["additional_config"] = {"moe_lightning": {"planner": "off", **(moe_lightning or {})}}
     elif moe_lightning is not None:
         raise ValueError("moe_lightning options without plugin=True would be ignored")
     request = {
@@ -163,6 +163,7 @@ def run_engine(
     with tempfile.TemporaryDirectory(prefix="engine-") as scratch:
         files = {name: str(Path(scratch) / name) for name in ("request", "answer", "log")}
         Path(files["request"]).write_text(json.dumps(request))
+        environment.setdefault("TMPDIR", scratch)  # processes that just end leave their sockets and metrics behind
         if env or fresh_process:
             returncode = _run_in_new_process(files, environment, timeout_s)
         else:

@@ -7,6 +7,7 @@ engine needs `preload=[PRELOAD]`. Engine core and worker must live in that one p
 
 from __future__ import annotations
 
+import importlib
 import random
 from typing import Any
 
@@ -18,7 +19,7 @@ _MOST_STEPS = 5000  # an engine that never comes to an end
 
 
 def call(function: str, **kwargs: Any) -> Rpc:
-    """`function` is one of those below that take the LLM first; arguments must be JSON values."""
+    """`function` takes the LLM first: one of those below, or "module:name"; arguments must be JSON values."""
     return Rpc(_PREFIX + function, kwargs=kwargs)
 
 
@@ -39,7 +40,9 @@ def install() -> None:
 
     def collective_rpc(self: Any, method: Any, *args: Any, **options: Any) -> list[Any]:
         if isinstance(method, str) and method.startswith(_PREFIX):
-            return [globals()[method.removeprefix(_PREFIX)](self, **(options["kwargs"] or {}))]
+            module, _, name = method.removeprefix(_PREFIX).rpartition(":")
+            function = getattr(importlib.import_module(module or __name__), name)
+            return [function(self, **(options["kwargs"] or {}))]
         return original(self, method, *args, **options)
 
     LLM.collective_rpc = collective_rpc
@@ -145,6 +148,11 @@ def kv_bytes_per_token(llm: Any) -> dict[str, int]:
         "planned": planned // (config.num_blocks * block_size),
         "held": held // (config.num_blocks * block_size),
     }
+
+
+def forget_prefixes(llm: Any) -> bool:
+    """Empties the prefix cache: the next job computes all of its prompts."""
+    return llm.reset_prefix_cache()
 
 
 def use_threads(llm: Any, count: int) -> int:

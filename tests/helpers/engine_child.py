@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -124,6 +125,7 @@ def _run_forked(order: dict[str, Any]) -> None:
     os.dup2(log, 2)
     os.environ.clear()
     os.environ.update(order["environment"])
+    tempfile.tempdir = None  # the fork server's choice
     returncode = 0
     try:
         _run(order["request"], order["answer"])

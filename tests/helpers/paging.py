@@ -26,6 +26,7 @@ def run_paged(
     options: Mapping[str, Any] | None = None,
     debug: Mapping[str, Any] | None = None,
     engine_args: Mapping[str, Any] | None = None,
+    preload: Sequence[str] = (),
     **more: Any,
 ) -> EngineResult:
     """`options`: under additional_config["moe_lightning"], `debug` under its key of that name."""
@@ -39,7 +40,7 @@ def run_paged(
         runner=runner,
         moe_lightning=moe_lightning,
         engine_args=engine_args,
-        preload=[PRELOAD],
+        preload=[PRELOAD, *preload],
         **more,
     )
 

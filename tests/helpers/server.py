@@ -20,6 +20,7 @@ from tests.helpers.engine import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 300
+END_TIMEOUT_S = 10
 
 
 @dataclass(frozen=True)
@@ -49,28 +50,30 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def serve_environment() -> dict[str, str]:
+    return {
+        **os.environ,
+        **{key: value for key, value in ENVIRONMENT.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+
+
+def serve_command(port: int, *arguments: str) -> list[str]:
+    return ["bash", str(ROOT / "examples/serve.sh"), "--host", "127.0.0.1", "--port", str(port), *arguments]
+
+
 @contextmanager
 def serving(log_file: Path, *arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     """The server, once /health answers. Raises AssertionError with the end of the log if it does not start."""
     port = _free_port()
-    environment = {
-        **os.environ,
-        **{key: value for key, value in ENVIRONMENT.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"},
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        **(env or {}),
-    }
-    command = [
-        "bash",
-        str(ROOT / "examples/serve.sh"),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        *arguments,
-    ]
+    environment = {**serve_environment(), **(env or {})}
     with log_file.open("wb") as log:
         process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            serve_command(port, *arguments),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
     server = Server(f"http://127.0.0.1:{port}", log_file, process)
     try:
@@ -80,8 +83,12 @@ def serving(log_file: Path, *arguments: str, env: dict[str, str] | None = None) 
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=20)
-        with suppress(ProcessLookupError):  # engine and worker, should they have stayed
-            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            deadline_s = time.monotonic() + END_TIMEOUT_S
+            while time.monotonic() < deadline_s:  # the resource tracker, last of all, unlinks shared memory
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGKILL)  # engine and worker, should they have stayed
 
 
 def _wait_until_healthy(server: Server) -> None:

@@ -80,7 +80,8 @@ def report_host_allocations() -> None:
 
     class Mapping(original_mmap):
         def __new__(cls, fileno: int, length: int, *args: Any, **options: Any) -> Any:
-            _report("MAPPING", length)
+            if fileno == -1:  # memory; the metrics map files
+                _report("MAPPING", length)
             return original_mmap.__new__(cls, fileno, length, *args, **options)
 
     EmulatedDevice.allocate_host = allocate_host
@@ -168,3 +169,42 @@ def report_ledger() -> None:
     from vllm_moe_lightning.integration.compat import LEDGER, missing_names
 
     _report("LEDGER", {"entries": [entry.symbol for entry in LEDGER], "missing": missing_names()})
+
+
+def report_limits() -> None:
+    """The limits in the front end, in the engine core and in the worker: all in this process."""
+    from vllm import LLM
+
+    construct = LLM.__init__
+
+    def construct_and_report(self: Any, *args: Any, **options: Any) -> None:
+        construct(self, *args, **options)
+        core = self.llm_engine.engine_core.engine_core
+        worker = core.model_executor.driver_worker.worker
+        scheduler = core.scheduler
+        _report("FRONT_END", _limits_of(self.llm_engine.vllm_config))
+        _report("WORKER", {**_limits_of(worker.vllm_config), "class": type(worker).__name__})
+        _report(
+            "SCHEDULER",
+            {
+                "class": type(scheduler).__name__,
+                "max_num_seqs": scheduler.max_num_running_reqs,
+                "max_num_batched_tokens": scheduler.max_num_scheduled_tokens,
+                "num_kv_blocks": scheduler.kv_cache_manager.block_pool.num_gpu_blocks,
+                "max_model_len": scheduler.max_model_len,
+            },
+        )
+
+    LLM.__init__ = construct_and_report
+
+
+def _limits_of(vllm_config: Any) -> dict[str, Any]:
+    return {
+        "max_num_seqs": vllm_config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+        "kv_bytes": vllm_config.cache_config.kv_cache_memory_bytes,
+        "block_size": vllm_config.cache_config.block_size,
+        "max_model_len": vllm_config.model_config.max_model_len,
+        "enforce_eager": vllm_config.model_config.enforce_eager,
+        "plan": vllm_config.additional_config.get("moe_lightning_plan"),
+    }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -17,13 +18,15 @@ BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4  # layers, K and V, heads, tokens, head_di
 
 
 def test_preempted_requests_give_the_same_tokens(checkpoint, hf_result):
-    """B26. Four requests that end at four blocks each, and nine blocks: some are taken back and computed again."""
+    """B26. Four requests that end at four blocks each, and nine blocks: by vLLM's own rule of admission, some are taken
+    back and computed again."""
     prompts = [prompt[:60] for prompt in standard_prompts(64) if len(prompt) >= 60][:4]
     assert len(prompts) == 4
     model = checkpoint("mixtral", num_layers=4)
     (job,) = run_paged(
         model,
         [Job(prompts, {"max_tokens": 60}, before=reconfigured(num_micro_batches=3))],
+        options={"admission": "vllm"},
         engine_args={"kv_cache_memory_bytes": 9 * BLOCK_BYTES},
         debug={"poison": True, "check_hazards": True},
     ).jobs
@@ -33,12 +36,14 @@ def test_preempted_requests_give_the_same_tokens(checkpoint, hf_result):
     assert job.stats[0]["tokens"] > computed_once, "nothing was preempted"
 
 
-def test_two_ranks_page_their_slices_and_give_the_same_tokens(checkpoint, hf_result):
+def test_two_ranks_under_one_plan_page_their_slices_and_give_the_same_tokens(checkpoint, hf_result):
+    """B31: a cache as planned for one rank, and both have it."""
     prompts = standard_prompts(12)
     result = run_paged(
         checkpoint("mixtral"),
         [Job(prompts, before=reconfigured(num_micro_batches=3))],
-        engine_args={"tensor_parallel_size": 2},
+        options={"planner": "auto", "hardware": "t4", "num_resident_layers": 0},
+        engine_args={"tensor_parallel_size": 2, "kv_cache_memory_bytes": None},
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )
     (job,) = result.jobs
@@ -47,6 +52,11 @@ def test_two_ranks_page_their_slices_and_give_the_same_tokens(checkpoint, hf_res
     assert first["pages_moved"] == second["pages_moved"] > 0
     assert first["expert_bytes_on_host"] == second["expert_bytes_on_host"]
     assert first["steps"] == second["steps"]
+    assert first["policy"] == {**second["policy"], "num_micro_batches": 3}
+    planned_blocks = re.findall(r"planned: (\d+) blocks of 32 tokens", result.log)
+    assert planned_blocks == [str(64 * 256 // 32 + 1)]  # max_num_seqs and max_model_len of the engine helper
+    assert len(re.findall(r"Explicitly set", result.log)) == 2
+    assert f"KV cache size: {int(planned_blocks[0]) * 32:,} tokens" in result.log
 
 
 def test_a_trace_is_written_when_the_engine_stops(checkpoint, tmp_path):

@@ -16,7 +16,7 @@ from tests.helpers.start_probes import probe
 pytestmark = pytest.mark.integration
 
 SCHEDULER_CLS = "vllm_moe_lightning.integration.scheduler.MoELightningScheduler"
-OPTIONS = {"moe_lightning": {"page_mib": PAGE_MIB}}
+OPTIONS = {"moe_lightning": {"planner": "off", "page_mib": PAGE_MIB}}
 PROMPTS = standard_prompts(4, max_tokens=40)
 SAMPLING = {"max_tokens": 4, "logprobs": None}  # few: runner V2 goes through Triton's interpreter
 
@@ -86,8 +86,8 @@ def test_any_part_of_the_set_up_brings_in_the_rest(run, checkpoint, oracle, half
     assert_pages_are_exact(job, checkpoint("mixtral"))
 
 
-def test_the_scheduler_class_without_anything_else_pages(run, oracle):
-    job = run(scheduler_cls=SCHEDULER_CLS)
+def test_the_scheduler_class_without_the_worker_class_pages(run, oracle):
+    job = run(scheduler_cls=SCHEDULER_CLS, additional_config={"moe_lightning": {"planner": "off"}})
     assert_same_tokens(job.token_ids, oracle, "scheduler class alone")
     assert job.stats[0]["bytes_paged"] > 0
 

@@ -87,11 +87,11 @@ def dbrx() -> Shapes:
     return shapes
 
 
-def write_file(file: Path, shapes: Shapes, *, value: int = 0) -> Path:
+def write_file(file: Path, shapes: Shapes, *, value: int = 0, dtype: str = "BF16") -> Path:
     header, end = {}, 0
     for name, shape in shapes.items():
-        num_bytes = 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + num_bytes]}
+        num_bytes = (2 if dtype == "BF16" else 1) * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + num_bytes]}
         end += num_bytes
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + bytes([value]) * end)
@@ -219,6 +219,25 @@ def test_experts_of_an_unknown_architecture_must_be_alike(tmp_path: Path) -> Non
 def test_packed_weights_are_not_judged_by_name(tmp_path: Path) -> None:
     config = {**QWEN, "quantization_config": {"quant_method": "gptq"}}
     check_checkpoint(write(tmp_path, {"model.layers.0.mlp.experts.0.gate_proj.qweight": (2, 2)}), config)
+
+
+def test_experts_of_which_some_are_quantised_are_refused_by_name(tmp_path: Path) -> None:
+    """B10."""
+    config = {**QWEN, "quantization_config": {"quant_method": "gptq"}}
+    packed = [f"model.layers.0.mlp.experts.{expert}.up_proj.qweight" for expert in range(3)]
+    shapes = dict.fromkeys(packed, (2, 2))
+    check_checkpoint(write(tmp_path, shapes), config)
+    plain = {packed[2].replace("qweight", "weight"): (2, 2)}
+    with pytest.raises(CheckpointError, match=r"lacks .*experts\.2\.up_proj\.qweight"):
+        check_checkpoint(write(tmp_path, {**without(shapes, packed[2]), **plain}), config)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I8"])
+def test_packed_weights_without_a_quantisation_are_refused_by_name_and_type(tmp_path: Path, dtype: str) -> None:
+    """B10."""
+    write_file(tmp_path / "model.safetensors", qwen(), dtype=dtype)
+    with pytest.raises(CheckpointError, match=rf"embed_tokens\.weight.* as {dtype}.* no quantization_config"):
+        check_checkpoint(tmp_path, QWEN)
 
 
 # ------------------------------------------------ files

@@ -14,8 +14,9 @@ def test_nothing_given_means_the_defaults(raw: object) -> None:
     assert parse_options(raw) == MoeLightningConfig()
 
 
-def test_the_defaults_page_every_layer() -> None:
-    assert MoeLightningConfig().num_resident_layers == 0
+def test_the_policy_is_left_to_the_planner() -> None:
+    config = MoeLightningConfig()
+    assert (config.planner, config.num_resident_layers, config.num_micro_batches) == ("auto", None, None)
 
 
 def test_the_defaults_spelt_out_are_accepted() -> None:
@@ -69,6 +70,8 @@ def test_an_unknown_debug_option_is_refused_with_its_place() -> None:
         ({"trace_file": 3}, "trace_file", "3"),
         ({"debug": {"copy_timing": "slow"}}, "debug.copy_timing", "'slow'"),
         ({"debug": {"fail_attention_at": 0}}, "debug.fail_attention_at", "0"),
+        ({"debug": {"attention_fault": "hang"}}, "debug", "{'attention_fault': 'hang'}"),
+        ({"stall_timeout_s": 0}, "stall_timeout_s", "0"),
         ({"debug": {"poison": 1}}, "debug.poison", "1"),
         ({"debug": 1}, "debug", "1"),
     ],
@@ -78,3 +81,13 @@ def test_a_wrong_value_is_refused_with_key_value_and_cure(raw: dict[str, Any], k
         parse_options(raw)
     assert f"moe_lightning.{key}: " in str(error.value)
     assert f"got {value};" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"hardware": "t4"}, {"expected_prompt_tokens": 77}, {"expected_generation_tokens": 9}, {"kv_cache_gib": 1}],
+)
+def test_without_the_planner_what_only_it_reads_is_refused(options: dict[str, Any]) -> None:
+    parse_options(options)
+    with pytest.raises(ValueError, match=f"nobody reads .*{next(iter(options))}"):
+        parse_options({"planner": "off", **options})

@@ -132,3 +132,58 @@ def test_this_machine_has_believable_limits() -> None:
     assert host_limits.total_memory_bytes() > GIB
     limit = host_limits.host_limits().cgroup_memory_bytes
     assert limit is None or limit > 0
+
+
+MEMINFO = "MemTotal:       1000 kB\nMemAvailable:    800 kB\n"
+
+
+def test_available_memory_is_the_kernel_s_estimate(tmp_path: Path) -> None:
+    root = make_root(tmp_path, [ROOT_MOUNT], "0::/\n", {"proc/meminfo": MEMINFO})
+    assert host_limits.available_memory_bytes(root=root) == 800 * 1024
+
+
+@pytest.mark.parametrize(
+    ("mount", "memberships", "files"),
+    [
+        (
+            V2_MOUNT,
+            "0::/a\n",
+            {
+                "sys/fs/cgroup/a/memory.max": "500000",
+                "sys/fs/cgroup/a/memory.current": "300000",
+                "sys/fs/cgroup/a/memory.stat": "anon 200000\ninactive_file 60000",
+            },
+        ),
+        (
+            "40 31 0:32 / /cg rw - cgroup cgroup rw,memory",
+            "4:memory:/a\n",
+            {
+                "cg/a/memory.limit_in_bytes": "500000",
+                "cg/a/memory.usage_in_bytes": "300000",
+                "cg/a/memory.stat": "inactive_file 1\ntotal_inactive_file 60000",
+            },
+        ),
+    ],
+    ids=["v2", "v1"],
+)
+def test_available_memory_is_what_a_group_has_left_with_its_file_cache(
+    tmp_path: Path, mount: str, memberships: str, files: dict[str, str]
+) -> None:
+    root = make_root(tmp_path, [mount], memberships, {"proc/meminfo": MEMINFO, **files})
+    assert host_limits.available_memory_bytes(root=root) == 500000 - 300000 + 60000
+
+
+def test_with_fewer_nodes_only_the_emptiest_count(tmp_path: Path) -> None:
+    files = {"proc/meminfo": MEMINFO}
+    for node, free in enumerate((100, 300, 200)):
+        lines = [f"MemTotal: {free} kB", f"MemFree: {free - 30} kB", "Active(file): 20 kB", "SReclaimable: 10 kB"]
+        files[f"sys/devices/system/node/node{node}/meminfo"] = "\n".join(f"Node {node} {line}" for line in lines)
+    root = make_root(tmp_path, [ROOT_MOUNT], "0::/\n", files)
+    assert host_limits.available_memory_bytes(1, root) == 300 * 1024
+    assert host_limits.available_memory_bytes(2, root) == 500 * 1024
+    assert host_limits.available_memory_bytes(root=root) == 800 * 1024
+
+
+def test_a_machine_without_nodes_has_what_the_kernel_says(tmp_path: Path) -> None:
+    root = make_root(tmp_path, [ROOT_MOUNT], "0::/\n", {"proc/meminfo": MEMINFO})
+    assert host_limits.available_memory_bytes(1, root) == 800 * 1024

@@ -168,3 +168,14 @@ def test_prefill_attention_counts_half_of_the_square() -> None:
 def test_a_window_caps_what_decode_reads(context: float) -> None:
     read = spec("gpt-oss-120b").mean_context_read(context)
     assert math.isclose(read, (min(context, 128) + context) / 2)
+
+
+def test_an_eight_bit_cache_costs_its_scales_too() -> None:
+    mixtral = spec("mixtral-8x7b")
+    for name in ("int8_per_token_head", "fp8_per_token_head"):
+        found = mixtral.with_kv_cache_dtype(name)
+        assert found.kv_bytes_per_token == 32 * 2 * 8 * (128 + 4)  # layers, K and V, heads, elements and a scale
+    assert mixtral.with_kv_cache_dtype("auto") is mixtral
+    assert mixtral.with_kv_cache_dtype("bfloat16") is mixtral
+    with pytest.raises(UnsupportedError, match="deepseek-v3: --kv-cache-dtype int8_per_token_head"):
+        spec("deepseek-v3").with_kv_cache_dtype("int8_per_token_head")

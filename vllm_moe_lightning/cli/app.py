@@ -11,6 +11,7 @@ import typer
 from vllm_moe_lightning.cli.plan import explain, plan
 from vllm_moe_lightning.cli.profile import profile
 from vllm_moe_lightning.cli.usage import checked
+from vllm_moe_lightning.errors import MoeLightningError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,10 +42,17 @@ def run(
     seed: Annotated[int, typer.Option()] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16, float32 or auto.")] = "auto",
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in a step.")] = 256,
-    kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="Host memory for keys and values.")] = 1.0,
-    num_micro_batches: Annotated[int, typer.Option(min=1)] = 4,
-    num_resident_layers: Annotated[int, typer.Option(min=0, help="MoE layers that stay on the device.")] = 0,
+    hardware: Annotated[
+        str | None, typer.Option(help="GPU preset or profile (JSON) to plan for. Default: this machine.")
+    ] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step. Default: planned.")] = None,
+    kv_cache_gib: Annotated[
+        float | None, typer.Option(min=0.01, help="Host memory for keys and values. Default: planned.")
+    ] = None,
+    num_micro_batches: Annotated[int | None, typer.Option(min=1, help="Default: planned.")] = None,
+    num_resident_layers: Annotated[
+        int | None, typer.Option(min=0, help="MoE layers that stay on the device. Default: planned.")
+    ] = None,
     page_mib: Annotated[float | None, typer.Option(help="Size of one transfer.")] = None,
     schedule: Annotated[Schedule, typer.Option()] = Schedule.cgopipe,
     device_memory_mib: Annotated[float | None, typer.Option(help="Budget of the emulated device.")] = None,
@@ -56,10 +64,12 @@ def run(
     from vllm_moe_lightning.integration.bulk_run import BulkJob, prompts_of, run_bulk_job
 
     given = {
+        "hardware": hardware,
+        "kv_cache_gib": kv_cache_gib,
         "num_micro_batches": num_micro_batches,
         "num_resident_layers": num_resident_layers,
         "page_mib": page_mib,
-        "schedule": schedule.value,
+        "schedule": None if schedule is Schedule.cgopipe else schedule.value,
         "device_memory_mib": device_memory_mib,
         "h2d_gb_per_s": h2d_gb_per_s,
         "trace_file": None if trace_file is None else str(trace_file.absolute()),
@@ -74,9 +84,13 @@ def run(
         dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        kv_cache_bytes=int(kv_cache_gib * 2**30),
     )
-    run_bulk_job(job, checked(lambda: prompts_of(job)), report_file=report, output_file=output, show_texts=show_texts)
+    prompts_to_answer = checked(lambda: prompts_of(job))
+    try:
+        run_bulk_job(job, prompts_to_answer, report_file=report, output_file=output, show_texts=show_texts)
+    except MoeLightningError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
 
 
 def main() -> None:

@@ -31,6 +31,12 @@ class Place(StrEnum):
     gpu = "gpu"
 
 
+class KvCacheType(StrEnum):
+    auto = "auto"
+    int8_per_token_head = "int8_per_token_head"
+    fp8_per_token_head = "fp8_per_token_head"
+
+
 ModelOption = Annotated[Path, typer.Option(help="Folder with a Hugging Face config.json; no weights are read.")]
 GpuOption = Annotated[
     str | None, typer.Option(help="GPU preset: t4, l4, a10, a100-40, a100-80, h100, h200, rtx4090 ...")
@@ -42,6 +48,7 @@ LinkOption = Annotated[float | None, typer.Option(min=0.001, help="Host-device l
 HostMemoryOption = Annotated[float | None, typer.Option(min=0.001, help="Host memory in GB, if not the preset's.")]
 PromptLenOption = Annotated[float, typer.Option(min=1, help="Mean prompt length in tokens.")]
 GenLenOption = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")]
+KvCacheTypeOption = Annotated[KvCacheType, typer.Option(help="As for vllm serve; auto: the model's own type.")]
 BatchingOption = Annotated[BatchingName, typer.Option(help="Steady state of serving, or the paper's static batch.")]
 GanttOption = Annotated[Path | None, typer.Option(help="Where a simulated sweep is drawn, as PNG, SVG or PDF.")]
 TraceOption = Annotated[Path | None, typer.Option(help="Where the simulated sweep goes as a chrome trace.")]
@@ -58,6 +65,7 @@ def plan(
     host_memory_gb: HostMemoryOption = None,
     prompt_len: PromptLenOption = 512,
     gen_len: GenLenOption = 128,
+    kv_cache_dtype: KvCacheTypeOption = KvCacheType.auto,
     batching: BatchingOption = BatchingName.continuous,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most sequences at a time.")] = None,
     attention: Annotated[Place, typer.Option(help="Where decode attention runs.")] = Place.auto,
@@ -81,7 +89,7 @@ def plan(
             time_limit_s=time_limit_s,
         )
     )
-    spec, workload = checked(lambda: _model_and_workload(model, prompt_len, gen_len))
+    spec, workload = checked(lambda: _model_and_workload(model, prompt_len, gen_len, kv_cache_dtype))
 
     def machine(preset: str | None) -> HardwareProfile:
         return _machine(preset, host, None if compare else hardware, num_gpus, link_gb_per_s, host_memory_gb)
@@ -124,6 +132,7 @@ def explain(
     host_memory_gb: HostMemoryOption = None,
     prompt_len: PromptLenOption = 512,
     gen_len: GenLenOption = 128,
+    kv_cache_dtype: KvCacheTypeOption = KvCacheType.auto,
     batching: BatchingOption = BatchingName.continuous,
     num_resident_layers: Annotated[int, typer.Option(min=0)] = 0,
     num_disk_layers: Annotated[int, typer.Option(min=0)] = 0,
@@ -140,7 +149,7 @@ def explain(
     from vllm_moe_lightning.policy.grid import Batching
     from vllm_moe_lightning.workload import HrmPolicy
 
-    spec, workload = checked(lambda: _model_and_workload(model, prompt_len, gen_len))
+    spec, workload = checked(lambda: _model_and_workload(model, prompt_len, gen_len, kv_cache_dtype))
     profile = checked(lambda: _machine(gpu, host, hardware, num_gpus, link_gb_per_s, host_memory_gb))
 
     def explained() -> PlannedPolicy:
@@ -166,11 +175,13 @@ def explain(
     plan_report.show_plan(spec, profile, workload, planned, simulated_s)
 
 
-def _model_and_workload(model: Path, prompt_len: float, gen_len: int) -> tuple[MoeModelSpec, Workload]:
+def _model_and_workload(
+    model: Path, prompt_len: float, gen_len: int, kv_cache_dtype: KvCacheType
+) -> tuple[MoeModelSpec, Workload]:
     from vllm_moe_lightning.model_config import read_model_spec
     from vllm_moe_lightning.workload import Workload
 
-    spec = read_model_spec(model)
+    spec = read_model_spec(model).with_kv_cache_dtype(kv_cache_dtype.value)
     if spec.max_context is not None and prompt_len + gen_len > spec.max_context:
         raise ValueError(
             f"--prompt-len {prompt_len:g} and --gen-len {gen_len} are over the {spec.max_context} tokens of {spec.name}"
@@ -285,6 +296,7 @@ def _head(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload) -> d
         "model": spec.name,
         "hardware": profile.name,
         "workload": {"prompt_len": workload.prompt_len, "gen_len": workload.gen_len},
+        "kv_bytes_per_token": spec.kv_bytes_per_token,
     }
 
 

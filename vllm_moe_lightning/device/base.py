@@ -68,7 +68,11 @@ class Stream(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Blocks the host until everything submitted is complete. Raises DeviceTaskError if a task failed."""
+        """Blocks the host until everything submitted is complete.
+
+        Raises DeviceTaskError if a task failed, DeviceStalledError if nothing goes on any more; so does each wait
+        on the host.
+        """
 
 
 class CopyStream(Stream):
@@ -156,6 +160,11 @@ class Device(ABC):
 
     @property
     @abstractmethod
+    def stalled(self) -> bool:
+        """Whether a wait raised DeviceStalledError: something may still be running, so nothing of it can be closed."""
+
+    @property
+    @abstractmethod
     def memory_budget_bytes(self) -> int | None:
         """Device memory that may be in use at once; None: unlimited."""
 
@@ -186,4 +195,5 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Runs out the queues, frees the streams. May be called twice."""
+        """Runs out the queues, frees the streams; leaves everything as it is if the device has stalled. May be called
+        twice."""

@@ -36,6 +36,8 @@ class EmulatedDevice(Device):
         0..jitter_max_s first, the same for the same seed.
     poison: frames hold NaN bytes when fresh and when released.
     check_hazards: conflicting operations without an event between them raise HazardError when submitted.
+    stall_timeout_s: a wait on the host raises DeviceStalledError once no stream has completed anything for so long;
+        None: it waits for ever.
     cpus: where the streams' threads may run; None: where the calling thread may.
     """
 
@@ -52,6 +54,7 @@ class EmulatedDevice(Device):
         jitter_max_s: float = 0.002,
         poison: bool = False,
         check_hazards: bool = False,
+        stall_timeout_s: float | None = None,
         cpus: Sequence[int] | None = None,
     ) -> None:
         if timing not in TIMINGS:
@@ -59,6 +62,8 @@ class EmulatedDevice(Device):
         for option, value in (("h2d_bytes_per_s", h2d_bytes_per_s), ("d2h_bytes_per_s", d2h_bytes_per_s)):
             if value is not None and not value > 0:
                 raise ValueError(f"{option} must be positive, or None for an unpaced link; got {value}")
+        if stall_timeout_s is not None and not stall_timeout_s > 0:
+            raise ValueError(f"stall_timeout_s must be positive, or None to wait for ever; got {stall_timeout_s}")
         for option, value in (("link_latency_s", link_latency_s), ("jitter_max_s", jitter_max_s)):
             if not value >= 0:
                 raise ValueError(f"{option} must not be negative, got {value}")
@@ -76,18 +81,25 @@ class EmulatedDevice(Device):
                 timing=timing,
                 seed=seed,
                 jitter_max_s=jitter_max_s,
+                stall_timeout_s=stall_timeout_s or 0.0,
                 cpus=cpus,
             )
 
         self.cpu: EmulatedHostTaskStream = EmulatedHostTaskStream(
-            "cpu", self._hazards, timing=timing, seed=seed, jitter_max_s=jitter_max_s, cpus=cpus
+            "cpu",
+            self._hazards,
+            timing=timing,
+            seed=seed,
+            jitter_max_s=jitter_max_s,
+            stall_timeout_s=stall_timeout_s or 0.0,
+            cpus=cpus,
         )
         self.d2h: EmulatedCopyStream = link("d2h", d2h_bytes_per_s)
         self.h2d: EmulatedCopyStream = link("h2d", h2d_bytes_per_s)
         self.compute: EmulatedComputeStream = EmulatedComputeStream(self.cpu, self._hazards)
         self._native_streams: tuple[NativeStream, ...] = (self.d2h, self.h2d, self.cpu)
         for stream in self._native_streams:
-            stream.tasks = self.cpu
+            stream.tasks, stream.peers = self.cpu, self._native_streams
 
     def allocate(self, num_bytes: int, name: str) -> Buffer:
         self._memory.take(num_bytes, name)
@@ -115,6 +127,10 @@ class EmulatedDevice(Device):
             return Buffer(name, torch.empty(0, dtype=torch.uint8))
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return Buffer(name, torch.frombuffer(mapping, dtype=torch.uint8))
+
+    @property
+    def stalled(self) -> bool:
+        return any(stream.stalled for stream in self._native_streams)
 
     @property
     def memory_budget_bytes(self) -> int | None:

@@ -20,13 +20,14 @@ from vllm_moe_lightning.device.base import (
     StreamTotals,
 )
 from vllm_moe_lightning.device.hazards import HazardChecker
-from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError
+from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, MoeLightningError
 from vllm_moe_lightning.kernels import native
 
 Timing = Literal["eager", "lazy", "jitter"]
 TIMINGS = {"eager": native.TIMING_EAGER, "lazy": native.TIMING_LAZY, "jitter": native.TIMING_JITTER}
 FILL_LABEL = "fill"
 _RECORDS_PER_DRAIN = 1024
+_abandoned: list[object] = []  # what threads that never came back may still read and write
 
 
 class NativeStream(Stream):
@@ -42,11 +43,16 @@ class NativeStream(Stream):
         timing: Timing = "eager",
         seed: int = 0,
         jitter_max_s: float = 0.0,
+        stall_timeout_s: float = 0.0,
         cpus: Sequence[int] | None = None,
     ) -> None:
         self.name = name
         # The stream whose calls may fail: waits for this one report them, as its copies may depend on them.
         self.tasks: NativeStream = self
+        # All streams of the device, which may wait for each other.
+        self.peers: tuple[NativeStream, ...] = (self,)
+        self.stalled = False
+        self._stall_timeout_s = stall_timeout_s
         self._hazards = hazards
         self._library = native.library()
         self._handle: int | None = self._library.mol_stream_create(
@@ -81,10 +87,15 @@ class NativeStream(Stream):
         self.wait_on_host(self._seq)
 
     def wait_on_host(self, seq: int) -> None:
-        """Blocks the calling thread until seq is complete; raises DeviceTaskError if a call failed."""
-        code = self._library.mol_stream_synchronize(self.handle, seq)
+        """Blocks the calling thread until seq is complete.
+
+        Raises DeviceTaskError if a call failed, DeviceStalledError if nothing goes on any more.
+        """
+        code = self._library.mol_stream_synchronize(self.handle, seq, self._stall_timeout_s)
+        if code in (native.ERROR_STALLED, native.ERROR_ENDED):
+            raise self._stall(seq, has_ended=code == native.ERROR_ENDED)
         if code == native.OK and self.tasks is not self:
-            code = self._library.mol_stream_synchronize(self.tasks.handle, 0)
+            code = self._library.mol_stream_synchronize(self.tasks.handle, 0, 0.0)
         if code != native.OK:
             reason = native.ERROR_NAMES.get(code, "unknown error")
             raise DeviceTaskError(
@@ -98,8 +109,41 @@ class NativeStream(Stream):
         return self._handle
 
     def close(self) -> None:
+        """Runs out the queue; nothing happens to a stream that was abandoned."""
         self._handle = None
         self._finalizer()
+
+    def abandon(self) -> None:
+        """Leave the thread as it is and keep all that it may touch: destroying the stream would wait for it."""
+        self.stalled = True
+        if self._finalizer.detach() is not None:
+            _abandoned.append(self._in_flight)
+
+    def _stall(self, seq: int, *, has_ended: bool) -> DeviceStalledError:
+        states = "; ".join(stream._state() for stream in self.peers)
+        for stream in self.peers:
+            stream.abandon()
+        what = "a stream's thread is no more" if has_ended else f"no stream has gone on for {self._stall_timeout_s:g} s"
+        return DeviceStalledError(
+            f"waited for operation {seq} of stream {self.name!r}, but {what}: {states}. Start the engine anew; "
+            "moe_lightning.stall_timeout_s allows longer waits"
+        )
+
+    def _state(self) -> str:
+        """What the stream is at, for people."""
+        status = native.StreamStatus()
+        self._library.mol_stream_get_status(self.handle, ctypes.byref(status))
+        where = f"{self.name} ({status.completed} of {status.submitted} done)"
+        running = f"{self._labels[status.tag]}, begun {time.monotonic() - status.since_ns * 1e-9:.1f} s ago"
+        match status.state:
+            case native.STREAM_RUNNING:
+                return f"{where} runs {running}"
+            case native.STREAM_WAITING:
+                others = {stream.handle: stream.name for stream in self.peers}
+                return f"{where} waits for operation {status.awaited_seq} of {others.get(status.awaited, 'another')}"
+            case native.STREAM_ENDED:
+                return f"{where} ended in {running}" if status.since_ns else f"{where} ended"
+        return f"{where} is idle"
 
     def totals(self) -> StreamTotals:
         totals = native.StreamTotals()

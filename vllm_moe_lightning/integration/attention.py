@@ -7,7 +7,7 @@ Owns the metadata (plain rows in host memory, so that a step can be cut into mic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,8 +25,12 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.kernels.attention import supported_head_dims
 from vllm_moe_lightning.kv_cache import HostKvCache
+from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES, row_bytes
 from vllm_moe_lightning.pipeline.attention import AttentionOptions, AttentionRequest, AttentionRows
 from vllm_moe_lightning.pipeline.coroutine import yield_to_executor
+
+# vLLM's KVQuantMode, by its members' names.
+KIND_BY_MODE = {name.upper(): kind for name, kind in QUANTISED_TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadat
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._block_size: int = kv_cache_spec.block_size
+        _refuse_other_pages(kv_cache_spec, layer_names[0])
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -92,6 +97,17 @@ class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadat
             query_lens,
             tuple(seq_lens.tolist()),
             self._block_size,
+        )
+
+
+def _refuse_other_pages(spec: Any, layer_name: str) -> None:
+    """What vLLM accounts and allocates per block must be what we write there, to the byte."""
+    rows = 2 * spec.block_size * spec.num_kv_heads
+    expected = rows * row_bytes(spec.head_size, spec.dtype.itemsize, KIND_BY_MODE.get(spec.kv_quant_mode.name))
+    if spec.page_size_bytes != expected:
+        raise UnsupportedError(
+            f"vLLM keeps {spec.page_size_bytes} bytes for a KV block of {layer_name}, and moe_lightning's layout takes "
+            f"{expected}; drop --kv-cache-dtype, or run this model without --worker-cls"
         )
 
 
@@ -119,11 +135,17 @@ class HostAttentionImpl(AttentionImpl[HostAttentionMetadata]):
         ):
             if value is not None:
                 raise UnsupportedError(f"moe_lightning does not support {what}; run this model without --worker-cls")
+        if kv_cache_dtype not in HostAttentionBackend.supported_kv_cache_dtypes:
+            raise UnsupportedError(
+                f"moe_lightning does not support a KV cache of type {kv_cache_dtype}, which the checkpoint asks for; "
+                f"set --kv-cache-dtype to the model's own type, or to {' or '.join(QUANTISED_TYPES)}"
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.num_kv_heads = num_kv_heads or num_heads
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype
+        self.cache_kind = QUANTISED_TYPES.get(kv_cache_dtype)
         self.sliding_window = sliding_window
         self._options = AttentionOptions(
             scale=self.scale,
@@ -136,7 +158,9 @@ class HostAttentionImpl(AttentionImpl[HostAttentionMetadata]):
     def cache_over(self, layer: Any, kv_cache: torch.Tensor, block_size: int) -> HostKvCache:
         """The layer's cache in our layout, made at first use (vLLM binds its memory after the model is built)."""
         if self._cache is None or self._cache.blocks.data_ptr() != kv_cache.data_ptr():
-            self._cache = HostKvCache.over(layer.layer_name, kv_cache, self.num_kv_heads, block_size, self.head_size)
+            self._cache = HostKvCache.over(
+                layer.layer_name, kv_cache, self.num_kv_heads, block_size, self.head_size, self.cache_kind
+            )
         return self._cache
 
     def forward(
@@ -187,7 +211,7 @@ class HostAttentionBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = True  # appending K and V is part of the host task
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *QUANTISED_TYPES]
 
     @staticmethod
     def get_name() -> str:
@@ -212,6 +236,14 @@ class HostAttentionBackend(AttentionBackend):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         return (KVCacheLayout.LBHNC,)  # one contiguous piece of memory per layer, block by block
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """With the scales of a quantised cache, which vLLM leaves to the backend. Full caches are as vLLM counts."""
+        kind = KIND_BY_MODE.get(spec.kv_quant_mode.name)
+        if kind is None:
+            return spec
+        return replace(spec, state_content_bytes=2 * row_bytes(spec.head_size, spec.dtype.itemsize, kind))
 
     @classmethod
     def supports_sink(cls) -> bool:

@@ -8,12 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from transformers import AutoTokenizer
 
 from vllm_moe_lightning.config import OPTIONS_KEY, parse_options
+from vllm_moe_lightning.engine_plan import PredictedFigures
 from vllm_moe_lightning.integration.register import WORKER_CLS
+from vllm_moe_lightning.pipeline.comparison import AchievedFigures, comparison
 
 MIB = 1 << 20
 
@@ -29,8 +33,8 @@ class BulkJob:
     seed: int = 0
     dtype: str = "auto"
     max_model_len: int | None = None
-    max_num_seqs: int = 256
-    kv_cache_bytes: int = 1 << 30
+    max_num_seqs: int | None = None
+    """None: as planned."""
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -79,15 +83,15 @@ def run_bulk_job(
     llm = LLM(
         model=str(job.model),
         worker_cls=WORKER_CLS,
-        additional_config={OPTIONS_KEY: job.options},
+        additional_config={OPTIONS_KEY: {**_expected_lengths(job, prompts), **job.options}},
         dtype=job.dtype,
         seed=job.seed,
         max_model_len=job.max_model_len,
         max_num_seqs=job.max_num_seqs,
-        kv_cache_memory_bytes=job.kv_cache_bytes,
-        enforce_eager=True,
     )
-    llm.collective_rpc("moe_lightning_reset")
+    is_paged = llm.llm_engine.vllm_config.parallel_config.worker_cls == WORKER_CLS
+    if is_paged:
+        llm.collective_rpc("moe_lightning_reset")
     started_s = time.monotonic()
     outputs = llm.generate(
         prompts,
@@ -95,7 +99,7 @@ def run_bulk_job(
         use_tqdm=True,
     )
     duration_s = time.monotonic() - started_s
-    (stats,) = llm.collective_rpc("moe_lightning_stats")
+    stats = llm.collective_rpc("moe_lightning_stats")[0] if is_paged else {"device": "stock vLLM, nothing paged"}
     texts = [output.outputs[0].text for output in outputs]
     report = _report(job, outputs, duration_s, stats)
     # Files first: nothing that goes wrong with the screen may lose a long job's answers.
@@ -116,6 +120,17 @@ def run_bulk_job(
     return report
 
 
+def _expected_lengths(job: BulkJob, prompts: list[str]) -> dict[str, Any]:
+    """The planner need not guess: the prompts are here."""
+    tokenizer = AutoTokenizer.from_pretrained(job.model)
+    mean = sum(len(tokenizer.encode(prompt)) for prompt in prompts) / len(prompts)
+    longest = job.max_model_len or tokenizer.model_max_length
+    return {
+        "expected_prompt_tokens": max(1.0, mean),
+        "expected_generation_tokens": max(1, min(job.max_tokens, int(longest - mean))),
+    }
+
+
 def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str, Any]) -> dict[str, Any]:
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     generated_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
@@ -131,18 +146,27 @@ def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str
 
 
 def _table(report: dict[str, Any]) -> Table:
-    """One table of what the issue of a run is: speed, what moved, what was busy, under which policy."""
-    device = report["device"]
-    table = Table(title=f"moe_lightning, device: {device}", show_header=False)
+    """One table: speed, and if experts were paged what moved and what was busy, predicted and achieved."""
+    table = Table("", "predicted", "achieved", title=f"moe_lightning, device: {report['device']}")
+    is_paged = "policy" in report
+    if is_paged:
+        for row in comparison(_predicted(report), _achieved(report)):
+            table.add_row(*row)
+    else:
+        table.add_row("generated tokens per second", "", f"{report['tokens_per_s']:.1f}")
+    counts = f"{report['prompts']}, {report['prompt_tokens']}, {report['generated_tokens']}"
+    table.add_row("prompts, prompt tokens, generated tokens", "", counts)
+    for name, value in _paging_rows(report) if is_paged else ():
+        table.add_row(name, "", value)
+    return table
+
+
+def _paging_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     policy = report["policy"]
     streamed, resident = len(policy["streamed_layers"]), len(policy["resident_layers"])
-    experts = report["expert_bytes_on_host"] / (1 if not resident else streamed / (streamed + resident))
-    rows = [
-        ("generated tokens per second", f"{report['tokens_per_s']:.1f}"),
-        (
-            "prompts, prompt tokens, generated tokens",
-            f"{report['prompts']}, {report['prompt_tokens']}, {report['generated_tokens']}",
-        ),
+    on_host = report["expert_bytes_on_host"]
+    experts = on_host / streamed * (streamed + resident) if streamed else report["expert_bytes_on_device"]
+    return [
         ("sweeps over the layers", f"{report['sweeps']}"),
         ("pages moved to the device", f"{report['pages_moved']} ({report['bytes_paged'] / MIB:.1f} MiB)"),
         (
@@ -150,8 +174,6 @@ def _table(report: dict[str, Any]) -> Table:
             f"{report['expert_bytes_on_device'] / MIB:.1f} of {experts / MIB:.1f} MiB "
             f"({report['expert_bytes_on_device'] / experts:.0%})",
         ),
-        ("link busy (host to device)", f"{report['link_busy']:.1%} from first to last sweep"),
-        ("CPU attention busy", f"{report['cpu_attention_busy']:.1%} from first to last sweep"),
         ("waiting", f"{report['wait_s']:.2f} s of {report['sweep_s']:.2f} s in sweeps"),
         (
             "policy in force",
@@ -159,6 +181,23 @@ def _table(report: dict[str, Any]) -> Table:
             f"{streamed} layers streamed, {resident} resident, pages of {policy['page_bytes'] / MIB:.2f} MiB",
         ),
     ]
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
+
+
+def _predicted(report: dict[str, Any]) -> PredictedFigures | None:
+    predicted = report["predicted"]
+    return None if predicted is None else msgspec.convert(predicted, PredictedFigures)
+
+
+def _achieved(report: dict[str, Any]) -> AchievedFigures:
+    """Tokens per second of the whole job; shares from the first sweep to the last."""
+    return AchievedFigures(
+        generated_tokens_per_s=report["tokens_per_s"],
+        computed_tokens_per_s=report["tokens"] / report["duration_s"],
+        sweep_s=report["sweep_s"] / max(1, report["sweeps"]),
+        busy={
+            "gpu": report["gpu_busy"],
+            "cpu": report["cpu_attention_busy"],
+            "h2d": report["link_busy"],
+            "d2h": report["d2h_busy"],
+        },
+    )

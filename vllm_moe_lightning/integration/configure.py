@@ -9,16 +9,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_moe_lightning.checkpoint import check_checkpoint
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_options
+from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.compat import require_ledger
+from vllm_moe_lightning.integration.exposition import open_metrics
+from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
+from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
+from vllm_moe_lightning.model_config import FAMILIES
+from vllm_moe_lightning.tensor_parallel import model_of_rank
 
 logger = init_logger("vllm.vllm_moe_lightning.configure")
 
@@ -29,35 +36,64 @@ def options_of(vllm_config: Any) -> MoeLightningConfig:
     return parse_options(additional.get(OPTIONS_KEY) if isinstance(additional, dict) else None)
 
 
+def options_in_force(vllm_config: Any) -> MoeLightningConfig:
+    """The options, with the planner's choices in place of what was left to it."""
+    options, planned = options_of(vllm_config), plan_of(vllm_config)
+    if planned is None:
+        return options
+    return replace(
+        options, num_micro_batches=planned.num_micro_batches, num_resident_layers=planned.num_resident_layers
+    )
+
+
 def configure(vllm_config: Any) -> None:
-    """Amend `vllm_config` in place: worker and scheduler class, eager mode."""
+    """Amend `vllm_config` in place: the planned limits, worker and scheduler class, eager mode."""
     require_ledger()
     options = options_of(vllm_config)
-    _refuse_conflicts(vllm_config)
+    _refuse_conflicts(vllm_config, options.planner)
     _refuse_device(options)
     resolve_isa("auto")  # attention needs AVX2 or AVX-512, and the native library
     _check_checkpoint(vllm_config)
+    scheduler_cls = _scheduler_cls(vllm_config)
+    _refuse_other_classes(vllm_config, scheduler_cls)
+    _refuse_uneven_ranks(vllm_config)
 
-    parallel = vllm_config.parallel_config
-    if parallel.worker_cls not in ("auto", WORKER_CLS):
-        raise UnsupportedError(
-            f"--worker-cls {parallel.worker_cls} together with additional_config[{OPTIONS_KEY!r}]; "
-            f"use --worker-cls {WORKER_CLS}, or drop the options"
-        )
-    parallel.worker_cls = WORKER_CLS
+    # vLLM runs this again on every copy of the configuration: then there is a plan, and it stays.
+    if options.planner == "auto" and plan_of(vllm_config) is None and not plan(vllm_config, options):
+        return
 
-    asynchronous = bool(vllm_config.scheduler_config.async_scheduling) and not current_platform.is_cpu()
-    scheduler_cls = f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
-    given = vllm_config.scheduler_config.scheduler_cls
-    if given not in (None, scheduler_cls):
-        raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
+    vllm_config.parallel_config.worker_cls = WORKER_CLS
     vllm_config.scheduler_config.scheduler_cls = scheduler_cls
-
     if not vllm_config.model_config.enforce_eager:
         logger.info("moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)")
         vllm_config.model_config.enforce_eager = True
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    open_metrics(vllm_config)
+
+
+def _scheduler_cls(vllm_config: Any) -> str:
+    asynchronous = bool(vllm_config.scheduler_config.async_scheduling) and not current_platform.is_cpu()
+    return f"{SCHEDULER_MODULE}.{'AsyncMoELightningScheduler' if asynchronous else 'MoELightningScheduler'}"
+
+
+def _refuse_other_classes(vllm_config: Any, scheduler_cls: str) -> None:
+    worker_cls = vllm_config.parallel_config.worker_cls
+    if worker_cls not in ("auto", WORKER_CLS):
+        raise UnsupportedError(
+            f"--worker-cls {worker_cls} together with additional_config[{OPTIONS_KEY!r}]; "
+            f"use --worker-cls {WORKER_CLS}, or drop the options"
+        )
+    given = vllm_config.scheduler_config.scheduler_cls
+    if given not in (None, scheduler_cls):
+        raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
+
+
+def _refuse_uneven_ranks(vllm_config: Any) -> None:
+    """Families that we have no sizes of are left to vLLM's own checks, where a plan does not need the sizes anyway."""
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    if num_ranks > 1 and vllm_config.model_config.hf_config.model_type in FAMILIES:
+        model_of_rank(model_spec_of(vllm_config.model_config), num_ranks)
 
 
 def _check_checkpoint(vllm_config: Any) -> None:
@@ -80,8 +116,8 @@ def _refuse_device(options: MoeLightningConfig) -> None:
     )
 
 
-def _refuse_conflicts(vllm_config: Any) -> None:
-    for condition, what, cure in _conflicts(vllm_config):
+def _refuse_conflicts(vllm_config: Any, planner: str) -> None:
+    for condition, what, cure in _conflicts(vllm_config, planner):
         if condition:
             raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
 
@@ -92,7 +128,7 @@ def _has_experts(model_config: Any) -> bool:
     return bool(model_config.is_moe or getattr(ffn_config, "moe_num_experts", 0))
 
 
-def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
+def _conflicts(vllm_config: Any, planner: str) -> list[tuple[bool, str, str]]:
     """(refused, what, cure) for each feature outside the first version."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     offload = vllm_config.offload_config
@@ -103,6 +139,12 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
             "drop --cpu-offload-gb and --offload-*",
         ),
         (not _has_experts(model), f"{model.architectures}: it has no experts to page", "drop --worker-cls"),
+        (
+            model.quantization is not None and not getattr(model.hf_config, "quantization_config", None),
+            f"--quantization {model.quantization} on a checkpoint that is not quantised (its config.json has no "
+            "quantization_config)",
+            "drop --quantization",
+        ),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "drop --pipeline-parallel-size"),
@@ -121,6 +163,11 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
             "data parallelism inside one engine",
             "start one engine per replica",
         ),
+        (
+            planner == "auto" and parallel._api_process_count > 1,
+            "planning with several API servers, each of which would plan for itself",
+            "drop --api-server-count, or set moe_lightning.planner to 'off'",
+        ),
         (parallel.enable_expert_parallel, "expert parallelism", "drop --enable-expert-parallel"),
         (parallel.enable_eplb, "expert load balancing", "drop --enable-eplb"),
         (parallel.enable_dbo, "dual batch overlap", "drop --enable-dbo"),
@@ -134,9 +181,14 @@ def _conflicts(vllm_config: Any) -> list[tuple[bool, str, str]]:
             "run without --worker-cls",
         ),
         (
-            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch.")),
+            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *QUANTISED_TYPES),
             f"a KV cache of type {cache.cache_dtype} with a model of type {model.dtype}",
-            "drop --kv-cache-dtype",
+            f"leave --kv-cache-dtype at the model's own type, or give {' or '.join(QUANTISED_TYPES)}",
+        ),
+        (
+            bool(cache.kv_cache_dtype_skip_layers),
+            "KV caches of several types in one model",
+            "drop --kv-cache-dtype-skip-layers",
         ),
         (
             model.get_head_size() not in supported_head_dims(),

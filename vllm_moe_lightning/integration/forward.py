@@ -14,9 +14,10 @@ import torch
 import vllm.forward_context
 from vllm.forward_context import create_forward_context, get_forward_context
 
+from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import HostAttentionMetadata
-from vllm_moe_lightning.pipeline.batching import balanced_micro_batches, reads_blocks_written_in_this_step
+from vllm_moe_lightning.pipeline.batching import MicroBatchSplitter, RowCosts, StepRows, micro_batch_count
 from vllm_moe_lightning.pipeline.executor import MicroBatch, PipelineExecutor
 
 
@@ -36,6 +37,8 @@ class PipelinedForward:
         self._forward = model.forward
         self._vllm_config = vllm_config
         self._executor = executor
+        self._plan = plan_of(vllm_config)
+        self._splitter = MicroBatchSplitter(RowCosts(self._plan.query_token_cost) if self._plan else RowCosts())
         # An instance attribute: the class stays as it is. A bound method, since vLLM caches what it finds out about
         # `forward` and unwraps only those; anything else it would keep, and with it the host pages, after our end.
         model.forward = self.__call__
@@ -96,17 +99,17 @@ class PipelinedForward:
         occupied = [row for row, tokens in enumerate(first.query_lens) if tokens > 0]
         query_lens = [first.query_lens[row] for row in occupied]
         seq_lens = [first.seq_lens[row] for row in occupied]
-        count = self._executor.policy.num_micro_batches
-        if count > 1 and self._has_same_step_prefix_hit(metadata):
-            count = 1
-            counters.single_micro_batch_steps += 1
-        groups = [[occupied[i] for i in rows] for rows in balanced_micro_batches(query_lens, seq_lens, count)]
+        distinct = {id(entry): entry for entry in metadata.values()}  # one per KV cache group
+        tables = [(entry.rows.block_table.numpy()[occupied], entry.block_size) for entry in distinct.values()]
+        count = self._num_micro_batches(sum(query_lens))
+        places, linked = self._splitter.split(StepRows(query_lens, seq_lens, tables), count)
+        groups = [[occupied[i] for i in rows] for rows in places]
+        counters.same_step_prefix_hits += linked
         counters.rows += len(occupied)
         counters.tokens += sum(query_lens)
         counters.steps[f"{_kind(query_lens, seq_lens)} x{len(groups)}"] += 1
         if len(groups) == 1:
             return [_Share(None, outer, first)]
-        distinct = {id(entry): entry for entry in metadata.values()}  # one per KV cache group
         shares = []
         for rows in groups:
             tokens = _tokens_of(first, rows)
@@ -122,14 +125,11 @@ class PipelinedForward:
             shares.append(_Share(tokens, context, next(iter(by_layer.values()))))
         return shares
 
-    @staticmethod
-    def _has_same_step_prefix_hit(metadata: dict[str, HostAttentionMetadata]) -> bool:
-        return any(
-            reads_blocks_written_in_this_step(
-                entry.query_lens, entry.seq_lens, entry.rows.block_table.numpy(), entry.block_size
-            )
-            for entry in {id(entry): entry for entry in metadata.values()}.values()
-        )
+    def _num_micro_batches(self, num_tokens: int) -> int:
+        """As planned, unless the count was changed since."""
+        plan, most = self._plan, self._executor.policy.num_micro_batches
+        is_planned = plan is not None and plan.num_micro_batches == most
+        return micro_batch_count(num_tokens, most, plan.micro_batch_size if plan and is_planned else None)
 
 
 def _tokens_of(metadata: HostAttentionMetadata, rows: list[int]) -> torch.Tensor:

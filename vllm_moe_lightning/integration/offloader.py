@@ -29,6 +29,8 @@ class PagingOffloader(BaseOffloader):
     def __init__(self, on_loaded: Callable[[list[torch.nn.Module]], None]) -> None:
         self._on_loaded = on_loaded
         self._decoder_layers: list[torch.nn.Module] = []
+        self.other_bytes_in_layers = 0
+        """Weights of the decoder layers that are not experts, as built: the CPU build packs them away from sight."""
         self._is_done = False
 
     def wrap_modules(
@@ -37,6 +39,7 @@ class PagingOffloader(BaseOffloader):
         if self._decoder_layers:
             raise UnsupportedError("moe_lightning supports models with one stack of decoder layers only")
         self._decoder_layers = list(modules_generator)
+        self.other_bytes_in_layers = sum(_other_bytes(layer) for layer in self._decoder_layers)
         return self._decoder_layers
 
     def post_init(self) -> None:
@@ -76,6 +79,17 @@ def expert_layers(decoder_layers: list[torch.nn.Module]) -> list[ExpertLayer]:
         if parameters:
             layers.append(ExpertLayer(index, ", ".join(names), parameters))
     return layers
+
+
+def expert_parameters(decoder_layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Of all sizes, the small ones that stay included."""
+    modules = (module for module in decoder_layer.modules() if isinstance(module, RoutedExperts))
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+def _other_bytes(decoder_layer: torch.nn.Module) -> int:
+    of_experts = {id(p) for p in expert_parameters(decoder_layer)}
+    return sum(p.nbytes for p in decoder_layer.parameters() if id(p) not in of_experts)
 
 
 def paged_modules(decoder_layer: torch.nn.Module) -> Iterator[PagedExperts]:

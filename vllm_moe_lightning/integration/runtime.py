@@ -14,17 +14,19 @@ from vllm.logger import init_logger
 from vllm_moe_lightning.config import MoeLightningConfig, parse_options
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.device.emulated import EmulatedDevice
+from vllm_moe_lightning.engine_plan import plan_of, weight_difference
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.forward import PipelinedForward
-from vllm_moe_lightning.integration.offloader import expert_layers, paged_modules
+from vllm_moe_lightning.integration.offloader import expert_layers, expert_parameters, paged_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
 from vllm_moe_lightning.numa import interleave, nodes_of
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
+from vllm_moe_lightning.pipeline.faults import attention_fault
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.report import RunReport
 from vllm_moe_lightning.pipeline.trace import write_chrome_trace
@@ -60,6 +62,7 @@ def make_device(options: MoeLightningConfig, cpus: list[int]) -> Device:
         jitter_max_s=debug.jitter_max_ms / 1e3,
         poison=debug.poison,
         check_hazards=debug.check_hazards,
+        stall_timeout_s=options.stall_timeout_s,
         cpus=cpus,
     )
 
@@ -71,12 +74,14 @@ class Runtime:
     def __init__(self, vllm_config: Any, options: MoeLightningConfig) -> None:
         self._vllm_config = vllm_config
         self.options = options
+        self._plan = plan_of(vllm_config)
         cpus = self._cpus = stream_cpus()
         self.device = make_device(options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
         num_cpus = min(len(cpus), usable_cpus())  # a cgroup's quota may be less than its CPUs
         default_threads = num_cpus if is_launcher_apart else max(1, num_cpus - 1)
         self._pool = AttentionPool(options.attention_threads or default_threads, cpus)
+        self._decoder_layers: list[torch.nn.Module] = []
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
         self.executor: PipelineExecutor | None = None
@@ -84,10 +89,14 @@ class Runtime:
 
     def take_over(self, decoder_layers: list[torch.nn.Module]) -> None:
         """Move the experts of all streamed layers into host pages."""
+        self._decoder_layers = decoder_layers
         self._experts = expert_layers(decoder_layers)
         if not self._experts:
             raise UnsupportedError("this model has no experts to page; run it without --worker-cls")
         self._attention_layers = [_only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)]
+        if self._plan is not None:  # before anything is allocated, which may fail for that very reason
+            largest = max(layer.num_bytes for layer in self._experts)
+            _warn_of_difference("the experts of a layer", self._plan.expert_layer_bytes, largest)
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self.executor = PipelineExecutor(
@@ -118,10 +127,19 @@ class Runtime:
         assert self.executor is not None, "the experts were not taken over: vLLM did not call the offloader"
         return self.executor
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """Count what stays on the device, size the staging buffers, and put ourselves in place of `model.forward`."""
+    def attach(self, model: torch.nn.Module, other_bytes_in_layers: int) -> None:
+        """Count what stays on the device, size the staging buffers, and put ourselves in place of `model.forward`.
+
+        other_bytes_in_layers: of the decoder layers, everything but the experts.
+        """
         paged = {id(p) for layer in self._experts for p in layer.parameters.values()}
-        self.device.reserve(sum(p.nbytes for p in model.parameters() if id(p) not in paged), "other weights")
+        of_experts = [p for layer in self._decoder_layers for p in expert_parameters(layer)]
+        in_layers = {id(p) for layer in self._decoder_layers for p in layer.parameters()}
+        other_bytes = other_bytes_in_layers + sum(p.nbytes for p in of_experts if id(p) not in paged)
+        other_bytes += sum(p.nbytes for p in model.parameters() if id(p) not in in_layers)
+        self.device.reserve(other_bytes, "other weights")
+        if self._plan is not None:
+            _warn_of_difference("weights other than experts", self._plan.other_weight_bytes, other_bytes)
         for layer in self._attention_layers:
             layer.use_direct_call = True
         element_bytes = self._vllm_config.model_config.dtype.itemsize
@@ -134,18 +152,16 @@ class Runtime:
             self._pool,
             self._vllm_config.scheduler_config.max_num_batched_tokens,
             bytes_per_token,
-            self.options.debug.fail_attention_at,
+            attention_fault(self.options.debug),
         )
         self._cpu_path = CpuAttentionPath(host)
         self._device_path = DeviceAttentionPath(host, self.device, self._cache_of)
         PipelinedForward(model, self._vllm_config, self._running)
-        widest = max(
-            (layer.impl for layer in self._attention_layers), key=lambda impl: impl.num_kv_heads * impl.head_size
+        per_token = sum(
+            kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes, impl.cache_kind)
+            for impl in (layer.impl for layer in self._attention_layers)
         )
-        logger.info(
-            "moe_lightning: keys and values take %d bytes per token of host memory",
-            kv_bytes_per_token(len(self._attention_layers), widest.num_kv_heads, widest.head_size, element_bytes),
-        )
+        logger.info("moe_lightning: keys and values take %d bytes per token of host memory", per_token)
         if self.options.trace_file:
             self.device.set_recording(self.options.trace_operations)
         self.reset()
@@ -170,6 +186,11 @@ class Runtime:
             logger.warning(
                 "moe_lightning: the KV cache stays where it was first touched, attention may be slower: %s", error
             )
+
+    @property
+    def kv_bytes(self) -> int:
+        """Host memory of all layers' KV caches, once vLLM has made them."""
+        return sum(attention.kv_cache.nbytes for attention in self._attention_layers)
 
     def poison_kv_caches(self) -> None:
         """NaN bytes in every block, so that a read of a row nobody wrote shows."""
@@ -206,7 +227,13 @@ class Runtime:
     def close(self) -> None:
         self._write_trace()
         self.device.close()
-        self._pool.close()
+        if not self.device.stalled:  # else a task may still be in the pool, which would be waited for
+            self._pool.close()
+
+
+def _warn_of_difference(what: str, planned_bytes: int, loaded_bytes: int) -> None:
+    if (difference := weight_difference(what, planned_bytes, loaded_bytes)) is not None:
+        logger.warning("moe_lightning: %s", difference)
 
 
 def _only_attention_of(index: int, decoder_layer: torch.nn.Module) -> Any:

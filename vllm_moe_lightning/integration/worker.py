@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from vllm.logger import init_logger
 from vllm.model_executor.offloader.base import set_offloader
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from vllm_moe_lightning.engine_plan import PredictedFigures, plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
-from vllm_moe_lightning.integration.configure import options_of
+from vllm_moe_lightning.integration.configure import options_in_force
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
+from vllm_moe_lightning.integration.exposition import log_run, metrics_directory
+from vllm_moe_lightning.integration.figures import SampledTokens, WorkerFigures
 from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
 from vllm_moe_lightning.integration.offloader import PagingOffloader
+from vllm_moe_lightning.integration.partial_prompts import partial_prompts_draw_nothing
+from vllm_moe_lightning.integration.peers import PeerWatch, forget_shared_memory_names, watch_peers
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
 
@@ -26,6 +32,10 @@ class MoELightningWorker(CPUWorker):
     """Pages expert weights and attends on the CPU, around an unmodified model runner (V1 or V2)."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        self._peers: PeerWatch | None = None
+        self._figures: WorkerFigures | None = None
+        self._predicted: PredictedFigures | None = None
+        self._sampled_tokens = SampledTokens()
         require_ledger()
         scheduler_cls = vllm_config.scheduler_config.scheduler_cls
         if not str(scheduler_cls).startswith(SCHEDULER_MODULE):
@@ -33,7 +43,7 @@ class MoELightningWorker(CPUWorker):
                 "the moe_lightning plugin was not loaded where the configuration was made (VLLM_PLUGINS leaves it out, "
                 "or the package is not installed there), so this set-up is incomplete"
             )
-        self._options = options_of(vllm_config)
+        self._options = options_in_force(vllm_config)
         register_host_attention()
         register_paged_experts()
         apply_dbrx_names()
@@ -41,6 +51,8 @@ class MoELightningWorker(CPUWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        forget_shared_memory_names()
+        self._peers = watch_peers()
         self._runtime = Runtime(self.vllm_config, self._options)
         self._offloader = PagingOffloader(self._runtime.take_over)
         set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
@@ -50,14 +62,52 @@ class MoELightningWorker(CPUWorker):
             super().load_model(*args, **kwargs)
             self._offloader.post_init()
         set_offloader(None)  # the global would keep the host pages alive after this engine's end
-        self._runtime.attach(self.model_runner.get_model())
+        self._runtime.attach(self.model_runner.get_model(), self._offloader.other_bytes_in_layers)
 
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_from_config(*args, **kwargs)
         self._runtime.spread_kv_caches()
         self._runtime.poison_kv_caches()
+        plan, executor = plan_of(self.vllm_config), self._runtime.executor
+        assert executor is not None, "the KV cache is made after the model was loaded"
+        self._predicted = None if plan is None else plan.predicted
+        self._figures = WorkerFigures(
+            executor,
+            metrics_directory(self.vllm_config),
+            {"model_name": self.model_config.served_model_name, "engine": "0"},  # as vLLM labels its own
+            self.rank,
+            self._options.metrics_window_s,
+            self._runtime.kv_bytes,
+            self._predicted,
+        )
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        sampled_tokens = self._sampled_tokens.count(scheduler_output)
+        try:
+            output = super().execute_model(scheduler_output)
+        except BaseException as error:
+            # vLLM listens to one rank only. The others' failures would be logged and nothing else, while that one
+            # waits for them in a collective; but that a process is gone, everybody notices.
+            if self._peers is None or self.is_driver_worker or not isinstance(error, Exception):
+                raise
+            logger.exception("moe_lightning: rank %d failed in a step, and ends", self.rank)
+            raise SystemExit(1) from None
+        if self._figures is not None:
+            self._figures.after_step(sampled_tokens)
+        return output
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        with partial_prompts_draw_nothing(self.model_runner):
+            return super().sample_tokens(*args, **kwargs)
 
     def shutdown(self) -> None:
+        if self._peers is not None:
+            self._peers.close()
+        if self._figures is not None:
+            achieved = self._figures.close()
+            if achieved is not None and self.rank == 0:
+                log_run(self._runtime.device.kind, self._predicted, achieved)
+            self._figures = None
         super().shutdown()
         set_offloader(None)
         if hasattr(self, "_runtime"):
@@ -79,7 +129,8 @@ class MoELightningWorker(CPUWorker):
 
     def moe_lightning_stats(self) -> dict[str, object]:
         """Counters since the last reset, as plain JSON values."""
-        return self._runtime.stats()
+        predicted = None if self._predicted is None else msgspec.to_builtins(self._predicted)
+        return {**self._runtime.stats(), "predicted": predicted}
 
     def moe_lightning_reset(self) -> None:
         self._runtime.reset()

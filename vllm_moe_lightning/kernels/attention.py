@@ -17,6 +17,7 @@ import torch
 from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError, UnsupportedError
 from vllm_moe_lightning.kernels import native
 from vllm_moe_lightning.kernels.quantised_cache import QuantisedCache
+from vllm_moe_lightning.kv_cache_type import ElementKind
 from vllm_moe_lightning.numa import nodes_of
 
 ISA_BY_NAME = {
@@ -25,13 +26,20 @@ ISA_BY_NAME = {
     "avx2": native.ISA_AVX2,
     "avx512": native.ISA_AVX512,
     "avx512bf16": native.ISA_AVX512BF16,
+    "avx512vnni": native.ISA_AVX512VNNI,
 }
 DTYPE_CODES = {
     torch.float32: native.FLOAT32,
     torch.bfloat16: native.BFLOAT16,
     torch.float16: native.FLOAT16,
 }
-QUANTISED_CODES = {"int8": native.INT8, "fp8": native.FP8_E4M3}
+CACHE_CODES: dict[torch.dtype | ElementKind, int] = {
+    torch.float32: native.FLOAT32,
+    torch.bfloat16: native.BFLOAT16,
+    torch.float16: native.FLOAT16,
+    "int8": native.INT8,
+    "fp8": native.FP8_E4M3,
+}
 HEAD_DIM_STEP = 8
 MAX_HEAD_DIM = 256
 
@@ -46,8 +54,12 @@ def available_isas() -> tuple[str, ...]:
     return tuple(n for n, isa in ISA_BY_NAME.items() if n != "auto" and library.mol_isa_available(isa))
 
 
-def resolve_isa(name: str) -> str:
-    """The instruction set that runs for `name`. "auto" is the best vector one and never the scalar kernel."""
+def resolve_isa(name: str, cache_type: torch.dtype | ElementKind = torch.bfloat16) -> str:
+    """The instruction set that runs for `name` on a cache of this type (of its elements, if it is quantised).
+
+    "auto" is the best vector one for that type and never the scalar kernel; "avx512bf16" and "avx512vnni" run as
+    "avx512" where the cache's type is none that they were made for.
+    """
     if name not in ISA_BY_NAME:
         raise ValueError(f"isa must be one of {sorted(ISA_BY_NAME)}, got {name!r}")
     available = available_isas()
@@ -57,7 +69,7 @@ def resolve_isa(name: str) -> str:
                 "CPU attention needs AVX2 or AVX-512, and this CPU (or its OS) has neither; run it on another machine "
                 '(the kernels\' tests can ask for the plain one by isa="scalar"; it is many times slower)'
             )
-        best = native.library().mol_best_isa()
+        best = native.library().mol_best_isa(CACHE_CODES[cache_type])
         return next(known for known, isa in ISA_BY_NAME.items() if isa == best)
     if name not in available:
         raise UnsupportedError(f"CPU attention cannot run {name} here; available: {', '.join(available)}")
@@ -145,19 +157,18 @@ class AttentionTask:
         self._kept_options = (sinks, pool, log_sum_exp)
         num_blocks, num_kv_heads, block_size, head_dim = check_cache(kv_cache)
         dtype = _dtype_of(kv_cache, query, key)
-        if isinstance(kv_cache, QuantisedCache):
-            cache_pointer, cache_code = kv_cache.blocks.data_ptr(), QUANTISED_CODES[kv_cache.kind]
-        else:
-            cache_pointer, cache_code = kv_cache.data_ptr(), DTYPE_CODES[dtype]
+        memory, cache_type = (
+            (kv_cache.blocks, kv_cache.kind) if isinstance(kv_cache, QuantisedCache) else (kv_cache, kv_cache.dtype)
+        )
         argument = native.AttentionTask(
-            kv_cache=cache_pointer,
+            kv_cache=memory.data_ptr(),
             num_blocks=num_blocks,
             num_kv_heads=num_kv_heads,
             block_size=block_size,
             head_dim=head_dim,
             dtype=DTYPE_CODES[dtype],
-            cache_dtype=cache_code,
-            isa=ISA_BY_NAME[resolve_isa(isa)],
+            cache_dtype=CACHE_CODES[cache_type],
+            isa=ISA_BY_NAME[resolve_isa(isa, cache_type)],
             num_heads=num_kv_heads,
             scale=head_dim**-0.5 if scale is None else scale,
             sliding_window=sliding_window,

@@ -18,14 +18,16 @@ from vllm_moe_lightning.errors import MoeLightningError
 LIBRARY_NAME = "libmoe_lightning_cpu.so"
 # A library at another path, e.g. one built with a sanitizer. Its ABI is checked, its source hash is not.
 LIBRARY_VARIABLE = "MOE_LIGHTNING_CPU_LIBRARY"
-ABI_VERSION = 3
+ABI_VERSION = 4
 REBUILD = "build it again: pip install --no-deps --force-reinstall . (editable: pip install --no-deps -e .)"
 
 TIMING_EAGER, TIMING_LAZY, TIMING_JITTER = 0, 1, 2
 FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3 = 0, 1, 2, 3, 4
-ISA_AUTO, ISA_SCALAR, ISA_AVX2, ISA_AVX512, ISA_AVX512BF16 = 0, 1, 2, 3, 4
+ISA_AUTO, ISA_SCALAR, ISA_AVX2, ISA_AVX512, ISA_AVX512BF16, ISA_AVX512VNNI = 0, 1, 2, 3, 4, 5
 READ_SEQUENTIAL, READ_TWO_STREAMS, READ_TWO_STREAMS_PREFETCH, READ_FOUR_STREAMS_PREFETCH = 0, 1, 2, 3
 OK, ERROR_BAD_ARGUMENT, ERROR_UNSUPPORTED_ISA, ERROR_OUT_OF_MEMORY, ERROR_INJECTED = 0, 1, 2, 3, 99
+ERROR_STALLED, ERROR_ENDED = -1, -2  # of mol_stream_synchronize alone
+STREAM_IDLE, STREAM_RUNNING, STREAM_WAITING, STREAM_ENDED = 0, 1, 2, 3
 ERROR_NAMES = {
     ERROR_BAD_ARGUMENT: "bad argument",
     ERROR_UNSUPPORTED_ISA: "instruction set not available",
@@ -51,6 +53,20 @@ class StreamTotals(Structure):
         ("num_bytes", c_int64),
         ("num_copies", c_int64),
         ("num_calls", c_int64),
+    ]
+
+
+class StreamStatus(Structure):
+    """mol_stream_status: what a stream is at."""
+
+    _fields_ = [
+        ("submitted", c_int64),
+        ("completed", c_int64),
+        ("tag", c_int64),
+        ("since_ns", c_int64),
+        ("awaited", c_void_p),
+        ("awaited_seq", c_int64),
+        ("state", c_int32),
     ]
 
 
@@ -93,6 +109,37 @@ class AttentionTask(Structure):
     ]
 
 
+class ExpertFfnTask(Structure):
+    """mol_expert_ffn_task: shapes, strides and owners are in csrc/moe_lightning.h."""
+
+    _fields_ = [
+        ("hidden", c_void_p),
+        ("output", c_void_p),
+        ("hidden_token_stride", c_int64),
+        ("output_token_stride", c_int64),
+        ("w13", c_void_p),
+        ("w2", c_void_p),
+        ("w13_bias", c_void_p),
+        ("w2_bias", c_void_p),
+        ("topk_ids", c_void_p),
+        ("topk_weights", c_void_p),
+        ("addend", c_void_p),
+        ("num_tokens", c_int32),
+        ("top_k", c_int32),
+        ("num_experts", c_int32),
+        ("hidden_size", c_int32),
+        ("intermediate_size", c_int32),
+        ("dtype", c_int32),
+        ("isa", c_int32),
+        ("max_tokens_per_expert", c_int32),
+        ("interleaved", c_int32),
+        ("gate_alpha", c_float),
+        ("clamp_limit", c_float),
+        ("up_offset", c_float),
+        ("pool", c_void_p),
+    ]
+
+
 # name: (result, arguments), in the order of the header.
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mol_abi_version": (c_int32, []),
@@ -106,7 +153,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mol_stream_fill": (c_int64, [c_void_p, c_void_p, c_int32, c_int64]),
     "mol_stream_call": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64]),
     "mol_stream_wait": (c_int64, [c_void_p, c_void_p, c_int64]),
-    "mol_stream_synchronize": (c_int32, [c_void_p, c_int64]),
+    "mol_stream_synchronize": (c_int32, [c_void_p, c_int64, c_double]),
+    "mol_stream_get_status": (None, [c_void_p, POINTER(StreamStatus)]),
     "mol_stream_submitted": (c_int64, [c_void_p]),
     "mol_stream_completed": (c_int64, [c_void_p]),
     "mol_stream_get_totals": (None, [c_void_p, POINTER(StreamTotals)]),
@@ -116,9 +164,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "mol_pool_create": (c_void_p, [c_int32, POINTER(c_int32), c_int32, POINTER(c_int32)]),
     "mol_pool_destroy": (None, [c_void_p]),
     "mol_attention": (c_int32, [c_void_p]),
-    "mol_best_isa": (c_int32, []),
+    "mol_best_isa": (c_int32, [c_int32]),
     "mol_isa_available": (c_int32, [c_int32]),
+    "mol_expert_ffn": (c_int32, [c_void_p]),
     "mol_read_probe": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_void_p, POINTER(c_uint64)]),
+    "mol_fault_error": (c_int32, [c_void_p]),
+    "mol_fault_hang": (c_int32, [c_void_p]),
+    "mol_fault_end_thread": (c_int32, [c_void_p]),
 }
 
 

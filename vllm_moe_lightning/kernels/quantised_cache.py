@@ -8,17 +8,15 @@ before quantisation is about 0.01 for int8 and 0.04 for fp8 on Gaussian keys and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-ElementKind = Literal["int8", "fp8"]
-SCALE_BYTES = 4
+from vllm_moe_lightning.kv_cache_type import ElementKind, quantised_row_bytes
 
 
 def head_block_bytes(block_size: int, head_dim: int) -> int:
     """Bytes of one key/value head in one block: 8-bit K and V, and a scale for each."""
-    return 2 * block_size * (head_dim + SCALE_BYTES)
+    return 2 * block_size * quantised_row_bytes(head_dim)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""What a micro-batch asks for when it yields at attention, independent of where the attention will run."""
+"""What a micro-batch asks for when it yields at attention, independent of where the attention will run; and the
+kernel's task for it."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
 from vllm_moe_lightning.kv_cache import HostKvCache
 
 
@@ -49,3 +51,35 @@ class AttentionRequest:
     def values_per_token(self) -> int:
         """Elements of Q, K and V of one token."""
         return (self.query.shape[1] + 2 * self.key.shape[1]) * self.query.shape[2]
+
+
+def attention_task(
+    cache: HostKvCache,
+    rows: AttentionRows,
+    options: AttentionOptions,
+    *,
+    key: torch.Tensor,  # [T, num_kv_heads, head_dim]
+    value: torch.Tensor,  # [T, num_kv_heads, head_dim]
+    query: torch.Tensor | None = None,  # [T, num_heads, head_dim]; without it (and output) the task only appends
+    output: torch.Tensor | None = None,  # [T, num_heads, head_dim]
+    pool: AttentionPool | None = None,
+    check_contents: bool = True,
+) -> AttentionTask:
+    """Append `key` and `value` to `cache`, then attend, for the tokens of `rows`. Raises as AttentionTask does."""
+    return AttentionTask(
+        cache.for_kernels,
+        query=query,
+        output=output,
+        block_table=rows.block_table,
+        query_start=rows.query_start,
+        seq_lens=rows.seq_lens,
+        key=key,
+        value=value,
+        slot_mapping=rows.slot_mapping,
+        scale=options.scale,
+        sliding_window=options.sliding_window,
+        soft_cap=options.soft_cap,
+        sinks=options.sinks,
+        pool=pool,
+        check_contents=check_contents,
+    )

@@ -13,9 +13,8 @@ import torch
 
 from vllm_moe_lightning.device.base import Buffer, Device
 from vllm_moe_lightning.errors import UnsupportedError
-from vllm_moe_lightning.kernels.attention import AttentionTask
 from vllm_moe_lightning.kv_cache import HostKvCache
-from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
+from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows, attention_task
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.tasks import TaskKey, TaskName
 
@@ -121,7 +120,7 @@ class DeviceAttentionPath:
         if not context.loaded:
             return
         host = context.host_blocks
-        blocks = cache.blocks.view(torch.uint8).view(cache.num_blocks, cache.block_bytes)
+        blocks = cache.bytes_of_blocks
         frames = frame.tensor[: len(host) * cache.block_bytes].view(-1, cache.block_bytes)
         self._device.h2d.copy(
             [frames[begin:end] for begin, end in context.loaded],
@@ -133,23 +132,16 @@ class DeviceAttentionPath:
 
     def _attend(self, key: TaskKey, request: AttentionRequest) -> None:
         context, frame = self._contexts[key.index], self._frame(key)
-        shape = (len(context.host_blocks), *request.cache.blocks.shape[1:])
         num_bytes = len(context.host_blocks) * request.cache.block_bytes
-        tokens, rows = request.rows.num_tokens, context.in_frame
+        tokens = request.rows.num_tokens
         names = [self.packed_name(key.index), frame.name]
         with self._device.compute.span(str(key), reads=names, writes=[frame.name, self.output_name(key.index)]):
-            AttentionTask(
+            attention_task(
+                request.cache.over_copy(frame.tensor[:num_bytes]),
+                context.in_frame,
+                request.options,
                 query=request.query[:tokens],
                 key=request.key[:tokens],
                 value=request.value[:tokens],
                 output=request.output[:tokens],
-                kv_cache=frame.tensor[:num_bytes].view(request.cache.blocks.dtype).view(shape),
-                block_table=rows.block_table,
-                query_start=rows.query_start,
-                seq_lens=rows.seq_lens,
-                slot_mapping=rows.slot_mapping,
-                scale=request.options.scale,
-                sliding_window=request.options.sliding_window,
-                soft_cap=request.options.soft_cap,
-                sinks=request.options.sinks,
             ).run()

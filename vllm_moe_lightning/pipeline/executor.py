@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from vllm_moe_lightning.device.base import Device, Event, Stream
-from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError
+from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, MoeLightningError
 from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
 from vllm_moe_lightning.pipeline.attention_path import AttentionPath
 from vllm_moe_lightning.pipeline.coroutine import (
@@ -104,8 +104,11 @@ class PipelineExecutor:
     def run_sweep(self, micro_batches: Sequence[MicroBatch[Result]], *, with_attention: bool = True) -> list[Result]:
         """One pass of all micro-batches over all layers. Returns their results in order.
 
-        An exception unwinds every micro-batch, drains the streams and leaves the executor fit for the next sweep.
+        An exception unwinds every micro-batch, drains the streams and leaves the executor fit for the next sweep;
+        but not DeviceStalledError, after which there is none.
         """
+        if self.device.stalled:
+            raise DeviceStalledError("the device has stalled before, so no sweep can run on it; start the engine anew")
         schedule = self.schedule_for(len(micro_batches), with_attention=with_attention)
         path = self._attention_path(schedule.name)
         started_s = time.monotonic()
@@ -130,15 +133,7 @@ class PipelineExecutor:
         finally:
             self.in_sweep = False
             self._coroutines, self._micro_batches, self._requests = [], [], {}
-            ended_s = time.monotonic()
-            self.counters.sweep_s += ended_s - started_s
-            self.counters.last_sweep_ended_s = ended_s
-            if self.counters.first_sweep_began_s is None:
-                self.counters.first_sweep_began_s = started_s
-            if with_attention:
-                self.counters.sweeps += 1
-            else:
-                self.counters.dummy_sweeps += 1
+            self.counters.end_sweep(started_s, time.monotonic(), len(micro_batches), is_dummy=not with_attention)
 
     def _bring_up_first_layer(self, schedule: Schedule) -> None:
         """At the start, after an abort, or when the schedule was changed: agree with it about the first layer."""
@@ -214,6 +209,8 @@ class PipelineExecutor:
             self._micro_batches[index].enter()
             coroutine.unwind()
         for stream in self._streams.values():  # nothing in flight may outlive the buffers of this sweep
+            if self.device.stalled:
+                break  # it may never end
             with contextlib.suppress(DeviceTaskError):  # the failure that led here, or one in its wake
                 stream.synchronize()
         self.ring.drop_prefetched()

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from vllm_moe_lightning.device.base import Buffer, Device
-from vllm_moe_lightning.errors import DeviceTaskError
-from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
-from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
+from vllm_moe_lightning.kernels.attention import AttentionPool
+from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows, attention_task
+from vllm_moe_lightning.pipeline.faults import AttentionFault
 
 
 class HostAttention:
@@ -28,7 +28,7 @@ class HostAttention:
         pool: AttentionPool,
         max_tokens: int,
         bytes_per_token: int,
-        fail_at: int | None = None,
+        fault: AttentionFault | None = None,
     ) -> None:
         self._device = device
         self._pool = pool
@@ -39,7 +39,7 @@ class HostAttention:
         self._regions: list[tuple[int, int]] = []  # per micro-batch: first token, tokens
         self._bytes_per_token = bytes_per_token
         self._checked: set[int] = set()  # rows whose lengths and blocks an earlier layer's task has checked
-        self._fail_at = fail_at
+        self._fault = fault
         self.num_tasks = 0
 
     def begin_sweep(self, rows: Sequence[AttentionRows]) -> None:
@@ -102,33 +102,26 @@ class HostAttention:
         self, index: int, request: AttentionRequest, label: str, writes: Sequence[str], *, attend: bool
     ) -> None:
         self.num_tasks += 1
-        if self.num_tasks == self._fail_at:
-            raise DeviceTaskError(f"{label}: failure injected by moe_lightning.debug.fail_attention_at")
         tokens, heads, head_dim = request.rows.num_tokens, request.query.shape[1], request.query.shape[2]
         kv_heads = request.key.shape[1]
         qkv = self._region(self._qkv_host, index, request, request.values_per_token)
         query, key, value = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
         output = self._region(self._out_host, index, request, self._output_values(request))
-        task = AttentionTask(
-            request.cache.blocks,
+        task = attention_task(
+            request.cache,
+            request.rows,
+            request.options,
             query=query.unflatten(1, (heads, head_dim)) if attend else None,
             output=output.view(tokens, heads, head_dim) if attend else None,
-            block_table=request.rows.block_table,
-            query_start=request.rows.query_start,
-            seq_lens=request.rows.seq_lens,
             key=key.unflatten(1, (kv_heads, head_dim)),
             value=value.unflatten(1, (kv_heads, head_dim)),
-            slot_mapping=request.rows.slot_mapping,
-            scale=request.options.scale,
-            sliding_window=request.options.sliding_window,
-            soft_cap=request.options.soft_cap,
-            sinks=request.options.sinks,
             pool=self._pool,
             check_contents=id(request.rows) not in self._checked,
         )
         self._checked.add(id(request.rows))
+        fault = self._fault
         self._device.cpu.call(
-            task.function,
+            task.function if fault is None or fault.task_number != self.num_tasks else fault.function(label),
             task.argument,
             label,
             keep_alive=task,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 
 from vllm_moe_lightning.device.base import StreamTotals
-from vllm_moe_lightning.pipeline.counters import PipelineCounters
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
 from vllm_moe_lightning.pipeline.trace import TraceSpan
 
@@ -14,11 +14,12 @@ KEPT_SPANS = 200_000
 
 
 class RunReport:
-    """Counts from its construction on; the executor's counters start anew."""
+    """Counts from its construction on."""
 
     def __init__(self, executor: PipelineExecutor) -> None:
         self._executor = executor
-        executor.counters = PipelineCounters()
+        executor.counters.first_sweep_began_s = None
+        self._counters_before = copy.deepcopy(executor.counters)
         self._ring_before = (executor.ring.pages_moved, executor.ring.bytes_paged)
         self._totals_before = executor.device.totals()
         self._started_s = time.monotonic()
@@ -44,8 +45,9 @@ class RunReport:
 
         The pages that the last sweep sends ahead for the next may end after it, hence the cut at 1.
         """
-        executor, counters = self._executor, self._executor.counters
-        h2d, d2h, cpu = self._since("h2d"), self._since("d2h"), self._since("cpu")
+        executor = self._executor
+        counters = executor.counters.since(self._counters_before)
+        gpu, h2d, d2h, cpu = (self._since(stream) for stream in ("compute", "h2d", "d2h", "cpu"))
         active_s = counters.active_s
 
         def share(busy_s: float) -> float:
@@ -56,20 +58,23 @@ class RunReport:
             "policy": executor.policy.to_dict(),
             "elapsed_s": time.monotonic() - self._started_s,
             "active_s": active_s,
+            "working_s": counters.working_s,
             "sweep_s": counters.sweep_s,
             "sweeps": counters.sweeps,
             "dummy_sweeps": counters.dummy_sweeps,
             "aborted_sweeps": counters.aborted_sweeps,
             "refills": counters.refills,
             "steps": dict(counters.steps),
-            "single_micro_batch_steps": counters.single_micro_batch_steps,
+            "same_step_prefix_hits": counters.same_step_prefix_hits,
             "rows": counters.rows,
             "tokens": counters.tokens,
+            "sampled_tokens": counters.sampled_tokens,
             "pages_moved": executor.ring.pages_moved - self._ring_before[0],
             "bytes_paged": executor.ring.bytes_paged - self._ring_before[1],
             "pages_per_sweep": executor.store.sweep_pages(),
             "pages_of_first_layer": executor.pages_of_first_layer(),
             "bytes_per_sweep": executor.store.sweep_bytes(),
+            "gpu_busy": share(gpu.busy_s),
             "link_busy": share(h2d.busy_s),
             "link_bytes": h2d.num_bytes,
             "d2h_busy": share(d2h.busy_s),

@@ -20,7 +20,7 @@ from vllm_moe_lightning.cost_model import HrmResource, JobCost, static_batch_cos
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.memory_model import MemoryNeed, gpu_memory, host_memory
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload, prefill_load, steady_load
+from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload, buffered_load, prefill_load
 
 GB = 1e9
 MS = 1e-3
@@ -47,10 +47,16 @@ class PlanLimits:
 
     batching: Batching = Batching.CONTINUOUS
     max_num_seqs: int | None = None
+    fill_max_num_seqs: bool = False
+    """max_num_seqs is the batch itself, not a bound: only the cut into micro-batches is left (a count that does not
+    divide it plans with the next lower multiple)."""
     micro_batch_size: int | None = None
     num_micro_batches: int | None = None
+    num_resident_layers: int | None = None
     attention_on_gpu: bool | None = None
     ffn_on_gpu: bool | None = None
+    kv_on_host: bool = False
+    """All of the KV cache, wherever attention runs."""
     prefill_tokens_per_sweep: int | None = None
     lookahead: int = 2
     time_limit_s: float = 10.0
@@ -61,6 +67,8 @@ class PlanLimits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.fill_max_num_seqs and (self.max_num_seqs is None or self.micro_batch_size is not None):
+            raise ValueError("fill_max_num_seqs needs max_num_seqs, and leaves no choice of micro_batch_size")
         if not 0.0 < self.time_limit_s < float("inf"):
             raise ValueError(f"time_limit_s must be positive, got {self.time_limit_s}")
         if self.num_micro_batches is not None and self.num_micro_batches > LARGEST_NUM_MICRO_BATCHES:
@@ -213,8 +221,11 @@ def micro_batch_sizes(largest: int = LARGEST_MICRO_BATCH) -> list[int]:
 
 def _sizes_and_counts(limits: PlanLimits) -> tuple[Floats, Floats]:
     sizes = [limits.micro_batch_size] if limits.micro_batch_size else micro_batch_sizes()
-    counts = [limits.num_micro_batches] if limits.num_micro_batches else range(1, LARGEST_NUM_MICRO_BATCHES + 1)
-    size, count = (array.ravel() for array in np.meshgrid(sizes, list(counts), indexing="ij"))
+    counts = [limits.num_micro_batches] if limits.num_micro_batches else list(range(1, LARGEST_NUM_MICRO_BATCHES + 1))
+    size, count = (array.ravel() for array in np.meshgrid(sizes, counts, indexing="ij"))
+    if limits.fill_max_num_seqs and limits.max_num_seqs:
+        count = np.array([each for each in counts if each <= limits.max_num_seqs])
+        return (limits.max_num_seqs // count).astype(float), count.astype(float)
     allowed = size * count <= (limits.max_num_seqs or size.max() * count.max())
     return size[allowed].astype(float), count[allowed].astype(float)
 
@@ -228,7 +239,7 @@ def job_cost(
 
 def peak_load(workload: Workload, batching: Batching, policy: HrmPolicy) -> SweepLoad:
     """The sweep that takes most memory."""
-    return prefill_load(workload, policy) if batching is Batching.STATIC else steady_load(workload, policy)
+    return prefill_load(workload, policy) if batching is Batching.STATIC else buffered_load(workload, policy)
 
 
 def memory_needs(
@@ -322,7 +333,7 @@ class _Tabulator:
             ffn_on_gpu=ones * ffn_on_gpu > 0,
             min_resident=ones * min_resident,
             max_resident=ones * max_resident,
-            max_kv_ratio=ones * attention_on_gpu,
+            max_kv_ratio=ones * (attention_on_gpu and not limits.kv_on_host),
             min_disk=np.zeros_like(ones),
             max_disk=ones * max_disk,
             times_ms={phase: {resource: lines[phase, resource] for resource in HrmResource} for phase in phases},
@@ -344,13 +355,19 @@ def tabulate(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, l
     max_disk = 0
     if profile.disk is not None:
         max_disk = int(min(layers, profile.disk.capacity_bytes // spec.expert_layer_bytes))
+    fixed = limits.num_resident_layers
+    if fixed is not None and not 0 <= fixed <= layers:
+        raise ValueError(f"num_resident_layers: {fixed} of the {layers} MoE layers of {spec.name}; give 0..{layers}")
+    some = (0, layers - 1) if fixed is None else (fixed, fixed)
     blocks = []
     for attention_on_gpu in _allowed(limits.attention_on_gpu):
-        for ffn_on_gpu in _allowed(limits.ffn_on_gpu):
-            blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (0, layers - 1), max_disk))
-        # Once every layer is resident the place of the others' experts means nothing.
-        ffn_on_gpu = limits.ffn_on_gpu is not False
-        blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (layers, layers), 0))
+        if fixed != layers:
+            for ffn_on_gpu in _allowed(limits.ffn_on_gpu):
+                blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, some, max_disk))
+        if fixed is None or fixed == layers:
+            # Once every layer is resident the place of the others' experts means nothing.
+            ffn_on_gpu = limits.ffn_on_gpu is not False
+            blocks.append(tabulator.block(attention_on_gpu, ffn_on_gpu, (layers, layers), 0))
     return _joined(blocks)
 
 

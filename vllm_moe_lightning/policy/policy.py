@@ -1,7 +1,6 @@
 """The policy in force: how a step is split, what stays on the device, how large a page is.
 
-Turns the fixed values of the configuration into numbers that fit the model at hand; a search by cost model will
-fill the same structure.
+Turns the values of the configuration, the user's or the planner's, into numbers that fit the model at hand.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from vllm_moe_lightning.config import MoeLightningConfig, ScheduleName
 MIB = 1 << 20
 MIN_AUTO_PAGE_BYTES = 1 * MIB  # below this the fixed cost of a transfer shows
 MAX_AUTO_PAGE_BYTES = 64 * MIB  # above this a hidden state waits too long behind a page
+DEFAULT_NUM_MICRO_BATCHES = 4  # where neither the user nor the planner says
 NUM_SLOTS = 2  # a double buffer: one layer computes while the next arrives
 
 
@@ -40,16 +40,17 @@ def fixed_policy(config: MoeLightningConfig, layer_bytes: Sequence[int]) -> Poli
     Raises ValueError where a value does not fit the model.
     """
     num_layers = len(layer_bytes)
-    if config.num_resident_layers > num_layers:
+    num_resident = config.num_resident_layers or 0
+    if num_resident > num_layers:
         raise ValueError(
-            f"moe_lightning.num_resident_layers: {config.num_resident_layers} is more than the model's "
+            f"moe_lightning.num_resident_layers: {num_resident} is more than the model's "
             f"{num_layers} MoE layers; give 0..{num_layers}"
         )
-    resident = evenly_spread(config.num_resident_layers, num_layers)
+    resident = evenly_spread(num_resident, num_layers)
     streamed = tuple(layer for layer in range(num_layers) if layer not in resident)
     return Policy(
         schedule=config.schedule,
-        num_micro_batches=config.num_micro_batches,
+        num_micro_batches=config.num_micro_batches or DEFAULT_NUM_MICRO_BATCHES,
         lookahead=config.lookahead,
         resident_layers=resident,
         streamed_layers=streamed,
@@ -67,6 +68,6 @@ def page_bytes_for(config: MoeLightningConfig, largest_layer_bytes: int) -> int:
     if config.page_mib is not None:
         wanted = int(config.page_mib * MIB)
     else:
-        wanted = -(-largest_layer_bytes // config.num_micro_batches)
+        wanted = -(-largest_layer_bytes // (config.num_micro_batches or DEFAULT_NUM_MICRO_BATCHES))
         wanted = min(max(wanted, MIN_AUTO_PAGE_BYTES), MAX_AUTO_PAGE_BYTES)
     return max(4096, -(-wanted // 4096) * 4096)

@@ -231,6 +231,7 @@ class _Search:
         given = {
             "micro_batch_size": limits.micro_batch_size,
             "num_micro_batches": limits.num_micro_batches,
+            "num_resident_layers": limits.num_resident_layers,
             "attention_on_gpu": limits.attention_on_gpu,
             "ffn_on_gpu": limits.ffn_on_gpu,
         }
@@ -241,7 +242,10 @@ class _Search:
             "whole_layers": all(float(count).is_integer() for count in layers),
             "disk": not disk_bytes or (disk is not None and disk_bytes <= disk.capacity_bytes),
             "max_num_seqs": policy.batch_size <= (limits.max_num_seqs or policy.batch_size),
+            "fill_max_num_seqs": not limits.fill_max_num_seqs
+            or policy.batch_size > (limits.max_num_seqs or 0) - policy.num_micro_batches,
             **{name: value is None or getattr(policy, name) == value for name, value in given.items()},
+            "kv_on_host": not limits.kv_on_host or policy.kv_gpu_ratio == 0.0,
             "finite_throughput": math.isfinite(planned.tokens_per_s) and planned.tokens_per_s > 0.0,
         }
         return [name for name, held in holds.items() if not held]

@@ -74,6 +74,27 @@ def test_json_has_the_fields_that_scripts_read(run: Callable[..., Any]) -> None:
     assert plan["marginal_values"]["+10 % link"]["gain"] >= 0
 
 
+@pytest.mark.parametrize(("attention", "place"), [("cpu", "host"), ("gpu", "gpu")])
+def test_an_eight_bit_kv_cache_takes_less_memory_and_goes_down_the_link_as_before(
+    run: Callable[..., Any], attention: str, place: str
+) -> None:
+    policy = ("--micro-batch-size", "16", "--num-micro-batches", "4", "--attention", attention)
+
+    def explained(kv_cache_dtype: str) -> Any:
+        result = run("explain", "--gpu", "t4", *SIZES, *policy, "--kv-cache-dtype", kv_cache_dtype, "--json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    full, quantised = explained("auto"), explained("int8_per_token_head")
+    assert full["kv_bytes_per_token"] == 131072
+    assert quantised["kv_bytes_per_token"] == 32 * 2 * 8 * (128 + 4)
+    item = {"host": "KV cache", "gpu": "KV frames"}[place]
+    need, less = (plan["memory"][place]["items_bytes"] for plan in (full, quantised))
+    assert less[item] == pytest.approx(need[item] * 132 / 256, abs=1)
+    assert less["staging"] == need["staging"]
+    assert quantised["predicted"]["tokens_per_s"] >= full["predicted"]["tokens_per_s"]
+
+
 @pytest.mark.parametrize("batching", ["continuous", "static"])
 def test_a_sweep_of_the_plan_is_simulated_drawn_and_traced(
     run: Callable[..., Any], tmp_path: Path, batching: str

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -48,8 +49,8 @@ class Streams:
     def wait(self, handle: int, other: int, seq: int) -> int:
         return self.library.mol_stream_wait(handle, other, seq)
 
-    def synchronize(self, handle: int, seq: int) -> int:
-        return self.library.mol_stream_synchronize(handle, seq)
+    def synchronize(self, handle: int, seq: int, stall_timeout_s: float = 0.0) -> int:
+        return self.library.mol_stream_synchronize(handle, seq, stall_timeout_s)
 
     def records(self, handle: int) -> list[native.Record]:
         records = (native.Record * 64)()
@@ -314,3 +315,44 @@ def test_the_thread_runs_on_the_cpus_it_was_given(streams: Streams) -> None:
     for cpus in ([], [-1], [1 << 20]):
         code = streams.library.mol_stream_set_affinity(stream, (ctypes.c_int32 * len(cpus))(*cpus), len(cpus))
         assert code == native.ERROR_BAD_ARGUMENT
+
+
+def status_of(streams: Streams, handle: int) -> native.StreamStatus:
+    status = native.StreamStatus()
+    streams.library.mol_stream_get_status(handle, ctypes.byref(status))
+    return status
+
+
+def test_a_wait_that_sees_no_progress_returns_and_says_what_runs(streams: Streams) -> None:
+    """And the stream goes on once what held it comes back."""
+    held, behind, release = streams.make("held"), streams.make("behind"), threading.Event()
+    streams.wait(behind, held, streams.call(held, lambda: release.wait(60) and None, tag=7))
+    last = streams.note(behind, "done")
+    assert streams.synchronize(behind, last, A_WHILE_S) == native.ERROR_STALLED
+    status = status_of(streams, held)
+    assert (status.state, status.tag, status.submitted, status.completed) == (native.STREAM_RUNNING, 7, 1, 0)
+    status = status_of(streams, behind)
+    assert (status.state, status.awaited, status.awaited_seq) == (native.STREAM_WAITING, held, 1)
+    release.set()
+    assert streams.synchronize(behind, last, 60.0) == native.OK
+    assert status_of(streams, held).state == native.STREAM_IDLE
+
+
+def test_a_wait_goes_on_for_as_long_as_some_stream_does(streams: Streams) -> None:
+    stream = streams.make()
+    for _ in range(30):
+        seq = streams.call(stream, lambda: time.sleep(0.01))
+    assert streams.synchronize(stream, seq, 0.2) == native.OK
+
+
+def test_who_waits_for_a_thread_that_ends_learns_of_it(streams: Streams) -> None:
+    """Directly, and through a stream that waits for the one that ended."""
+    ends, behind = streams.make("ends"), streams.make("behind")
+    seq = streams.library.mol_stream_call(ends, streams.library.mol_fault_end_thread, None, 5)
+    streams.wait(behind, ends, seq)
+    last = streams.note(behind, "must not run")
+    assert streams.synchronize(behind, last) == native.ERROR_ENDED
+    assert streams.synchronize(ends, seq) == native.ERROR_ENDED
+    status = status_of(streams, ends)
+    assert (status.state, status.tag) == (native.STREAM_ENDED, 5)
+    assert streams.log == []

@@ -1,6 +1,7 @@
 """Attention over 8-bit caches: what append writes, and what the kernels make of it, on every instruction set."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,6 +20,9 @@ TOLERANCES = {
     torch.bfloat16: {"rtol": 2**-8, "atol": 3e-5},
     torch.float16: {"rtol": 2**-11, "atol": 3e-5},
 }
+# Products of integers: a chunk's weights are rounded to 8 bits of their greatest. Relative RMS over a sequence's rows.
+INTEGER_ISAS = ("avx512vnni",)
+INTEGER_BOUND = 0.008
 MIXED = Case(
     seq_lens=(1, 15, 16, 17, 33, 64, 65, 0, 129, 40, 5, 37, 150, 0, 80),
     query_lens=(1, 1, 1, 1, 1, 1, 1, 1, 1, 40, 5, 20, 70, 0, 0),
@@ -81,6 +85,16 @@ def expected(batch: Batch, cache: QuantisedCache) -> torch.Tensor:
     )
 
 
+def check(output: torch.Tensor, batch: Batch, cache: QuantisedCache, isa: str) -> None:
+    wanted = expected(batch, cache)
+    if cache.kind != "int8" or isa not in INTEGER_ISAS or cache.head_dim % 64 != 0:
+        torch.testing.assert_close(output.float(), wanted, **TOLERANCES[output.dtype])
+        return
+    for begin, end in pairwise(batch.query_start.tolist()):
+        error = (output[begin:end].float() - wanted[begin:end]).norm()
+        assert error <= INTEGER_BOUND * wanted[begin:end].norm()
+
+
 @all_isas
 @all_kinds
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -91,6 +105,8 @@ def expected(batch: Batch, cache: QuantisedCache) -> torch.Tensor:
         {"head_dim": 128, "block_size": 32},
         {"head_dim": 80, "block_size": 48, "sliding_window": 50, "has_sinks": True, "soft_cap": 30.0},
         {"num_heads": 34, "block_size": 20},
+        {"num_heads": 2, "head_dim": 256, "block_size": 30, "sliding_window": 50, "has_sinks": True, "soft_cap": 30.0},
+        {"num_heads": 6, "head_dim": 192, "block_size": 1},
     ],
     ids=str,
 )
@@ -99,7 +115,71 @@ def test_attention_matches_the_reference_on_the_same_elements(
 ) -> None:
     batch, cache = quantised_batch(replace(MIXED, dtype=dtype, **options), kind)
     output, _ = run(batch, cache, isa)
-    torch.testing.assert_close(output.float(), expected(batch, cache), **TOLERANCES[dtype])
+    check(output, batch, cache, isa)
+
+
+@all_isas
+@all_kinds
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_prefill_in_chunks_gives_the_bits_of_the_whole(isa: str, kind: str, chunk: int) -> None:
+    batch, cache = quantised_batch(Case(seq_lens=(61,), query_lens=(61,), head_dim=128, sliding_window=40), kind)
+    whole, _ = run(batch, cache, isa)
+    for begin in range(0, 61, chunk):
+        end = min(61, begin + chunk)
+        part = torch.empty_like(whole[begin:end])
+        AttentionTask(
+            cache,
+            query=batch.query[begin:end],
+            output=part,
+            block_table=batch.block_table,
+            query_start=torch.tensor([0, end - begin], dtype=torch.int32),
+            seq_lens=torch.tensor([end], dtype=torch.int32),
+            isa=isa,
+            **batch.options,
+        ).run()
+        assert torch.equal(part, whole[begin:end])
+
+
+@all_isas
+@all_kinds
+@pytest.mark.parametrize("which", ["key", "value", "query"])
+def test_a_nan_that_a_row_sees_is_not_hidden(isa: str, kind: str, which: str) -> None:
+    batch, cache = quantised_batch(Case(seq_lens=(40, 40), query_lens=(1, 1), head_dim=64), kind)
+    getattr(batch, which)[0, :, 3] = float("nan")
+    output, _ = run(batch, cache, isa)
+    assert output[0].isnan().all()
+    assert not output[1].isnan().any()
+
+
+@all_isas
+def test_every_fp8_value_comes_through_a_context_of_one_unchanged(isa: str) -> None:
+    elements = torch.arange(256, dtype=torch.uint8)
+    elements[[0x7F, 0xFF]] = 0  # NaN
+    cache = QuantisedCache(torch.zeros(1, 1, 2 * (256 + 4), dtype=torch.uint8), "fp8", 1, 256)
+    cache.blocks[0, 0, 256:512] = elements
+    cache.blocks[0, 0, 512:].view(torch.float32).fill_(1.0)
+    query = torch.ones(1, 1, 256, dtype=torch.bfloat16)
+    output = torch.empty_like(query)
+    lengths = torch.tensor([0, 1], dtype=torch.int32)
+    block_table = torch.zeros(1, 1, dtype=torch.int32)
+    AttentionTask(
+        cache,
+        query=query,
+        output=output,
+        block_table=block_table,
+        query_start=lengths,
+        seq_lens=lengths[1:],
+        isa=isa,
+    ).run()
+    assert torch.equal(output[0, 0].float(), elements.view(torch.float8_e4m3fn).float())
+
+
+def test_auto_takes_products_of_integers_for_int8_caches_alone() -> None:
+    if "avx512vnni" not in ISAS:
+        pytest.skip("this CPU has no avx512vnni")
+    assert attention.resolve_isa("auto", "int8") == "avx512vnni"
+    assert attention.resolve_isa("auto", "fp8") != "avx512vnni"
+    assert attention.resolve_isa("auto", torch.bfloat16) != "avx512vnni"
 
 
 @all_kinds
@@ -184,3 +264,23 @@ def test_a_cache_of_the_wrong_size_or_kind_is_refused_by_name() -> None:
         QuantisedCache(torch.empty(1, 1, 2176, dtype=torch.uint8), "int4", 16, 64)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"must be \[num_blocks, num_kv_heads, 2176\] of uint8, got \[1, 1, 2048\]"):
         QuantisedCache(torch.empty(1, 1, 2048, dtype=torch.uint8), "int8", 16, 64)
+
+
+@all_isas
+@all_kinds
+@pytest.mark.parametrize("gap", [0.0, 4.0, 7.0, 9.0])
+def test_keys_beside_one_that_has_nearly_all_the_weight_still_count(isa: str, kind: str, gap: float) -> None:
+    """As beside a sink token: each of the others is far below the greatest weight, all of them together are not."""
+    torch.manual_seed(0)
+    num_keys, head_dim = 96, 64
+    query, key, value = torch.randn(1, 2, head_dim), torch.zeros(num_keys, 1, head_dim), torch.empty(num_keys, 1, 64)
+    key[3, 0] = query[0, 0] * gap * head_dim**0.5 / query[0, 0].square().sum()
+    value.normal_(mean=1.0)
+    cache, output = stale(6, 1, 16, head_dim, kind), torch.empty(1, 2, head_dim)
+    AttentionTask(cache, key=key, value=value, slot_mapping=torch.arange(num_keys)).run()
+    table, starts = torch.arange(6, dtype=torch.int32)[None], torch.tensor([0, 1], dtype=torch.int32)
+    lengths = torch.tensor([num_keys], dtype=torch.int32)
+    rows = {"block_table": table, "query_start": starts, "seq_lens": lengths}
+    AttentionTask(cache, query=query, output=output, isa=isa, **rows).run()
+    exact = reference.paged_attention(query, cache.dequantised(), table, starts, lengths, scale=head_dim**-0.5)
+    assert (output - exact).norm() / exact.norm() <= 2e-3

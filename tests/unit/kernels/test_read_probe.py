@@ -80,7 +80,7 @@ def test_the_c_side_refuses_what_it_does_not_know() -> None:
     probe, total = native.library().mol_read_probe, read_probe.ctypes.c_uint64()
     memory = some_bytes(64)
     arguments = {"data": memory.data_ptr(), "num_bytes": 64, "pattern": 0, "isa": 0}
-    for wrong in ({"data": None}, {"num_bytes": -1}, {"pattern": 4}, {"pattern": -1}, {"isa": 5}, {"isa": -1}):
+    for wrong in ({"data": None}, {"num_bytes": -1}, {"pattern": 4}, {"pattern": -1}, {"isa": 6}, {"isa": -1}):
         code = probe(*(arguments | wrong).values(), None, read_probe.ctypes.byref(total))
         assert code == native.ERROR_BAD_ARGUMENT, wrong
     assert probe(*arguments.values(), None, None) == native.ERROR_BAD_ARGUMENT

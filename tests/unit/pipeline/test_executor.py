@@ -25,8 +25,9 @@ from tests.helpers.decoder import (
     run_dummy,
     steps_of,
 )
-from vllm_moe_lightning.errors import DeviceTaskError, MoeLightningError
+from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, MoeLightningError
 from vllm_moe_lightning.kernels import native
+from vllm_moe_lightning.kv_cache_type import ElementKind
 from vllm_moe_lightning.pipeline.executor import MicroBatch
 
 NAMES = ("cgopipe", "serial", "s2", "s3", "s4")
@@ -54,6 +55,19 @@ def test_half_precision_is_as_exact(dtype: torch.dtype, count: int) -> None:
     config = DecoderConfig(dtype=dtype)
     with make_engine(config, device=CHECKED, num_micro_batches=count) as engine:
         assert all_equal(run(engine), plain_run(config, count))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["cgopipe", "s4"])
+def test_quantised_caches_are_as_exact_wherever_attention_runs(
+    name: str, kind: ElementKind, dtype: torch.dtype
+) -> None:
+    config = DecoderConfig(dtype=dtype)
+    expected = plain_run(config, 3, kind=kind)
+    with make_engine(config, device=CHECKED, kind=kind, schedule=name, num_micro_batches=3) as engine:
+        assert all_equal(run(engine), expected)
+    assert not all_equal(expected, plain_run(config, 3)), "nothing was quantised"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -233,6 +247,31 @@ def test_an_attention_task_can_be_made_to_fail_by_option(name: str) -> None:
     with make_engine(device=CHECKED, schedule=name, num_micro_batches=3, debug=debug) as engine:
         got = take_all_steps(engine, DeviceTaskError, "debug.fail_attention_at")
         assert all_equal(got, plain_run(num_micro_batches=3))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_task_that_fails_on_the_attention_thread_fails_the_step_and_no_other(name: str) -> None:
+    debug = {"fail_attention_at": 8, "attention_fault": "error"}
+    with make_engine(device=CHECKED, schedule=name, num_micro_batches=3, debug=debug) as engine:
+        if name == "s4":  # reported by the time its result would be read, which may be in the next step
+            with pytest.raises(DeviceTaskError, match="error injected"):
+                run(engine)
+            return
+        assert all_equal(take_all_steps(engine, DeviceTaskError, "error injected"), plain_run(num_micro_batches=3))
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [("hang", r"cpu \(\d+ of \d+ done\) runs attention\(2,0\), begun"), ("end_thread", r"ended in attention\(2,0\)")],
+)
+def test_a_task_that_never_returns_ends_the_step_with_a_name_and_the_engine_with_it(fault: str, state: str) -> None:
+    debug = {"fail_attention_at": 7, "attention_fault": fault}
+    with make_engine(device={"stall_timeout_s": 0.5}, num_micro_batches=3, debug=debug) as engine:
+        with pytest.raises(DeviceStalledError, match=state):
+            run(engine)
+        with pytest.raises(DeviceStalledError, match="has stalled before"):
+            run(engine)
+        assert engine.device.stalled
 
 
 class Interruption(Exception):

@@ -1,6 +1,6 @@
 // The vector operations of AVX-512 (F, BW, VL, DQ): 16 lanes, 32 registers. bfloat16 is widened to fp32 and multiplied
-// there; attention_avx512bf16.cpp adds the dot product in 16 bits. Included by one translation unit per instruction set,
-// into its own namespace, so that no code of one runs in the other.
+// there; attention_avx512bf16.cpp adds the dot product in 16 bits. Included by one translation unit per instruction
+// set, into its own namespace, so that no code of one runs in the other.
 #if defined(__GNUC__) && !defined(__clang__)
 // GCC 12's own intrinsics start from an "undefined" register and are warned about (GCC PR 105593); remove with GCC 13.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -12,6 +12,11 @@ struct VecAvx512 {
   static constexpr int kSums = 16;
   template <class C>
   static constexpr bool kHasDot16Bit = false;
+  template <class C>
+  static constexpr bool kMultipliesIntegers = false;
+  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
+  template <class C>
+  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 
@@ -34,6 +39,8 @@ struct VecAvx512 {
   }
   static V load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, V a) { _mm512_storeu_ps(p, a); }
+  // Else the compiler reads it from memory again for each of its uses, and the loads become the bottleneck.
+  static void keep_in_register(V& a) { __asm__("" : "+v"(a)); }
 
   static void load_pair(const float* p, V& a, V& b) { a = _mm512_loadu_ps(p), b = _mm512_loadu_ps(p + 16); }
   static void load_pair(const mol::BFloat16* p, V& a, V& b) { widen_bfloat16(_mm512_loadu_si512(p), a, b); }
@@ -98,26 +105,28 @@ struct VecAvx512 {
 
   // totals[i] = sum of the lanes of sums[i], each by the same tree: a transposition by halves, adding as it goes.
   static void sum_lanes(const V (&sums)[kSums], float* totals) {
+    _mm512_storeu_ps(totals, sum_lanes_by(sums, [](V a, V b) { return _mm512_add_ps(a, b); }));
+  }
+
+ protected:
+  template <class Add>
+  static V sum_lanes_by(const V (&sums)[kSums], Add add) {
     V pairs[8], quads[4];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) {
-      pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(sums[2 * i], sums[2 * i + 1]),
-                               _mm512_unpackhi_ps(sums[2 * i], sums[2 * i + 1]));
+      pairs[i] =
+          add(_mm512_unpacklo_ps(sums[2 * i], sums[2 * i + 1]), _mm512_unpackhi_ps(sums[2 * i], sums[2 * i + 1]));
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
-      quads[i] = _mm512_add_ps(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], _MM_SHUFFLE(1, 0, 1, 0)),
-                               _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], _MM_SHUFFLE(3, 2, 3, 2)));
+      quads[i] = add(_mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], _MM_SHUFFLE(1, 0, 1, 0)),
+                     _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], _MM_SHUFFLE(3, 2, 3, 2)));
     }
-    const V low = _mm512_add_ps(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88),
-                                _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
-    const V high = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88),
-                                 _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
-    _mm512_storeu_ps(totals, _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88),
-                                           _mm512_shuffle_f32x4(low, high, 0xdd)));
+    const V low = add(_mm512_shuffle_f32x4(quads[0], quads[1], 0x88), _mm512_shuffle_f32x4(quads[0], quads[1], 0xdd));
+    const V high = add(_mm512_shuffle_f32x4(quads[2], quads[3], 0x88), _mm512_shuffle_f32x4(quads[2], quads[3], 0xdd));
+    return add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
   }
 
- private:
   static __mmask16 mask16(int n) { return n <= 0 ? 0 : n >= 16 ? 0xffff : static_cast<__mmask16>((1u << n) - 1); }
   static __mmask32 mask32(int n) { return (1u << n) - 1; }
   // Even elements, odd elements.

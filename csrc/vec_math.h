@@ -1,0 +1,24 @@
+// Functions of whole vectors, for any instruction set's vector operations (scalar_vec.h has the plainest ones).
+#pragma once
+
+namespace mol {
+
+// exp(x) for x <= 0, to 2 units in the last place; 0 below the smallest normal number; NaN stays NaN.
+// x = n ln 2 + r, the polynomial is the classic Cephes one for exp(r), |r| <= ln(2) / 2.
+template <class Vec>
+typename Vec::V exp_not_above_0(typename Vec::V x) {
+  using V = typename Vec::V;
+  const V n = Vec::round(Vec::mul(x, Vec::set(1.44269504088896341f)));
+  V r = Vec::fma(n, Vec::set(-0.693359375f), x);  // ln 2 in two parts, the first exact in few bits
+  r = Vec::fma(n, Vec::set(2.12194440e-4f), r);
+  V p = Vec::set(1.9875691500e-4f);
+  p = Vec::fma(p, r, Vec::set(1.3981999507e-3f));
+  p = Vec::fma(p, r, Vec::set(8.3334519073e-3f));
+  p = Vec::fma(p, r, Vec::set(4.1665795894e-2f));
+  p = Vec::fma(p, r, Vec::set(1.6666665459e-1f));
+  p = Vec::fma(p, r, Vec::set(5.0000001201e-1f));
+  p = Vec::fma(Vec::mul(r, r), p, Vec::add(r, Vec::set(1.0f)));
+  return Vec::zero_if_less(x, Vec::set(-87.33f), Vec::times_power_of_two(p, n));
+}
+
+}  // namespace mol
