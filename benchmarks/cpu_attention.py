@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -201,7 +202,7 @@ def main(
     torch.set_grad_enabled(False)
     settings, num_rounds = (quick_settings(), min(rounds, QUICK_ROUNDS)) if quick else (full_settings(), rounds)
     settings = [setting for setting in settings if group in (None, setting.group)]
-    console = Console(width=max(Console().width, 150))
+    console = Console(width=max(Console().width, 170))
     result = run(settings, num_rounds, console)
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(result, indent=2) + "\n")
@@ -211,4 +212,5 @@ def main(
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, for its kernels
     typer.run(main)
