@@ -77,6 +77,11 @@ class Setting:
     """Whether caches of 8-bit elements are measured beside it."""
 
     @property
+    def memory_bytes(self) -> int:
+        """Our cache, the contiguous one and up to two of vLLM's; and three with elements of half the size."""
+        return self.shape.pass_bytes * (4 + 2 * self.has_quantised)
+
+    @property
     def is_warm(self) -> bool:
         return self.group == "cache-warm"
 

@@ -55,7 +55,6 @@ from vllm_moe_lightning.host_probes import torch_threads
 from vllm_moe_lightning.kernels.attention import AttentionPool
 
 QUICK_ROUNDS = 3
-CACHES_PER_BATCH = 6  # ours, the contiguous one, up to two of vLLM's; three of half the size
 GROUP_TITLES = {
     "memory": "Caches in memory (layers in turn)",
     "cache-warm": "The same job again and again: caches partly in the CPU's cache",
@@ -124,7 +123,7 @@ def run(settings: list[Setting], num_rounds: int, console: Console) -> dict[str,
     rows: list[Row] = []
     skipped = []
     for setting in track(settings, "shapes", console=console, transient=True):
-        if CACHES_PER_BATCH * setting.shape.pass_bytes > total_memory_bytes() / 2:
+        if setting.memory_bytes > total_memory_bytes() / 2:
             skipped.append(f"{setting.shape}: its caches would fill more than half of the memory")
         else:
             rows += run_setting(setting, num_rounds, vllm_arms)
