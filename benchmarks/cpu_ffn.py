@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,6 +101,17 @@ def run(settings: list[Setting], num_rounds: int, console: Console) -> dict[str,
     return {"summary": summarise(rows), "machine": head, "rows": rows, "skipped": skipped}
 
 
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Rows of both, the new ones in the place of those of the same case."""
+
+    def case(row: Row) -> tuple[Any, ...]:
+        return row["group"], row["shape"], row["num_threads"], row["tokens_per_expert"]
+
+    taken = {case(row) for row in new["rows"]}
+    rows = sorted([row for row in old["rows"] if case(row) not in taken] + new["rows"], key=case)
+    return new | {"rows": rows, "summary": summarise(rows)}
+
+
 def show(result: dict[str, Any], console: Console) -> None:
     for group, shape in dict.fromkeys((row["group"], row["shape"]) for row in result["rows"]):
         rows = [row for row in result["rows"] if (row["group"], row["shape"]) == (group, shape)]
@@ -158,12 +170,31 @@ def main(
     json_file: Annotated[Path, typer.Option("--json", help="Where the results go.")],
     quick: Annotated[bool, typer.Option(help="One shape, fewer tokens, 3 rounds: shows that it runs.")] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which everything runs once.")] = 7,
+    group: Annotated[str | None, typer.Option(help="Rows of this group alone: memory or huge pages.")] = None,
+    shape: Annotated[str | None, typer.Option(help="Rows of this shape alone: mixtral or qwen3.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Rows with so many threads alone.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Rows with so many tokens per expert; repeatable.")] = None,
+    add: Annotated[bool, typer.Option(help="Keep the file's other rows: a run in parts, on a shared machine.")] = False,
 ) -> None:
     """Measure all shapes, print tables, write JSON."""
     torch.set_grad_enabled(False)
     settings, num_rounds = (quick_settings(), min(rounds, QUICK_ROUNDS)) if quick else (full_settings(), rounds)
+    chosen = [
+        replace(
+            setting,
+            tokens_per_expert=tuple(each for each in setting.tokens_per_expert if not tokens or each in tokens),
+            thread_counts=tuple(count for count in setting.thread_counts if threads in (None, count)),
+        )
+        for setting in settings
+        if group in (None, setting.group) and shape in (None, setting.shape.name)
+    ]
+    chosen = [setting for setting in chosen if setting.tokens_per_expert and setting.thread_counts]
+    if not chosen:
+        raise typer.BadParameter("these --group, --shape, --threads and --tokens leave nothing to measure")
     console = Console(width=max(Console().width, 150))
-    result = run(settings, num_rounds, console)
+    result = run(chosen, num_rounds, console)
+    if add and json_file.exists():
+        result = merged(json.loads(json_file.read_text()), result)
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(result, indent=2) + "\n")
     show(result, console)
