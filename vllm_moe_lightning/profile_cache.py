@@ -17,6 +17,8 @@ from vllm_moe_lightning.host_limits import ROOT, cgroup_memory_bytes, cpu_name, 
 from vllm_moe_lightning.machine_readings import MeasuredMachine
 
 FOLDER_NAME = "vllm-moe-lightning"
+READINGS_VERSION = 2
+"""Raised when a profile is made of other readings than before, so that one without them is not taken."""
 STALE_AFTER_S = 30 * 24 * 3600.0
 """Drivers, BIOS settings and neighbours change; a month is long."""
 
@@ -45,7 +47,7 @@ def cache_folder() -> Path:
 
 
 def cache_file(folder: Path, machine: str, *, quick: bool) -> Path:
-    return folder / f"machine-{machine}{'-quick' if quick else ''}.json"
+    return folder / f"machine-{machine}-{READINGS_VERSION}{'-quick' if quick else ''}.json"
 
 
 def load_cached(folder: Path, machine: str, *, quick: bool) -> tuple[MeasuredMachine | None, list[str]]:

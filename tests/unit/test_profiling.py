@@ -28,6 +28,8 @@ FIGURES = {
     "host_read.4": (BYTES_PER_S, 60e9),
     "gemm_float32.4": (FLOPS_PER_S, 0.4e12),
     "gemm_bfloat16.1": (FLOPS_PER_S, 0.3e12),
+    "rows_gemm.1": (FLOPS_PER_S, 0.2e12),
+    "weights_gemm.1": (BYTES_PER_S, 8e9),
     "gemm_bfloat16.4": (FLOPS_PER_S, 0.8e12),
     "causal_attention.1": (FLOPS_PER_S, 0.06e12),
     "attention_read.3": (BYTES_PER_S, 45e9),
