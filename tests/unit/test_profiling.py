@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from vllm_moe_lightning import device_probes, host_probes, profile_cache, profiling
+from vllm_moe_lightning import device_probes, host_probes, machine_readings, profile_cache, profiling
 from vllm_moe_lightning.hardware import (
     GIB,
     MIB,
@@ -264,7 +264,10 @@ def test_a_measurement_of_an_older_version_is_taken_again_and_said_so(
     del raw["version"], raw["profile"]["efficiencies"]["cpu_experts_bandwidth"]
     file.write_bytes(msgspec.json.encode(raw))
     again, [warning] = profiling.machine_profile(cache=tmp_path)
-    assert warning.endswith("is of version 1 of the readings, this is version 2: the machine is measured again")
+    version = machine_readings.READINGS_VERSION
+    assert warning.endswith(
+        f"is of version 1 of the readings, this is version {version}: the machine is measured again"
+    )
     assert (again.version, counted_measure()) == (2, 1)
     assert profiling.machine_profile(cache=tmp_path)[1] == []
 
