@@ -7,7 +7,6 @@ the backend prepares once per step for all layers (the scheduler's metadata) is 
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import torch
 
@@ -39,7 +38,6 @@ class VllmCache:
     """One Batch's context in the layout of a kernel of vLLM's; kv_cache_dtype "auto" is the batch's own."""
 
     def __init__(self, batch: Batch, isa: str, kv_cache_dtype: str = "auto") -> None:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import _custom_ops as ops
         from vllm import envs
 

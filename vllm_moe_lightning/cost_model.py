@@ -180,7 +180,9 @@ class _MicroBatch:
             device_attention_s=machine.gpu_attention_s(attention_flops, attention_bytes) if on_gpu else 0.0,
             moe_post_attention_s=moe_s + (experts_s if policy.ffn_on_gpu else 0.0),
             dense_post_attention_s=dense_s,
-            cpu_experts_s=0.0 if policy.ffn_on_gpu else machine.cpu_gemm_s(*experts_work(spec, load.tokens)),
+            cpu_experts_s=0.0
+            if policy.ffn_on_gpu
+            else machine.cpu_experts_s(*experts_work(spec, load.tokens)) + overheads.cpu_task_s,
             qkv_offload=_Copies(copied.offload_bytes, 1.0),
             hidden_load=_Copies(copied.load_bytes, 1.0 if on_cpu or hidden_via_host(policy, load) else 0.0),
             # One copy even where all KV is on the GPU, so that the time stays a line in kv_gpu_ratio.

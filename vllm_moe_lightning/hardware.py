@@ -101,7 +101,11 @@ class KernelEfficiencies(_Strict, frozen=True):
     cpu_attention_bandwidth: float = 0.55
     """Of host bandwidth, for decode attention over paged KV."""
     cpu_attention_flops: float = 0.5
+    cpu_experts_bandwidth: float = 0.7
+    """Of host bandwidth, for experts on the CPU with few tokens each."""
     cpu_gemm: float = 0.5
+    """Of the CPU's FLOP/s, for experts on the CPU with many tokens each. More than 1 where their type has faster units
+    than fp32: matrix units, dot products of 16 bits."""
     gpu_memory: float = 0.9
     """Share of device memory that is planned with; the rest is for the CUDA context and fragmentation."""
     host_memory: float = 0.9
@@ -180,6 +184,7 @@ BELIEVABLE: dict[str, tuple[float, float]] = {
     "limits.cgroup_memory_bytes": _BYTES,
     "limits.memlock_bytes": (0, float(1 << 62)),
     **{f"efficiencies.{name}": _SHARE for name in KernelEfficiencies.__struct_fields__},
+    "efficiencies.cpu_gemm": (_SHARE[0], 100.0),
     **{f"overheads.{name}": _OVERHEAD_S for name in TaskOverheads.__struct_fields__},
 }
 

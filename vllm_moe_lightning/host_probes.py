@@ -22,6 +22,7 @@ import torch
 from vllm_moe_lightning.hardware import MIB
 from vllm_moe_lightning.host_limits import IN_MEMORY, file_system_of
 from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
+from vllm_moe_lightning.kernels.expert_ffn import ExpertFfn, ExpertFfnTask
 from vllm_moe_lightning.kernels.read_probe import READ_PATTERNS, read_once
 from vllm_moe_lightning.machine_readings import BYTES_PER_S, FLOPS_PER_S, SECONDS, Reading
 
@@ -33,7 +34,7 @@ class Effort:
     repeats: int
     buffer_bytes: int
     kv_bytes: int
-    """At least 128 MiB, to be larger than the last cache of most machines."""
+    """At least 128 MiB, to be larger than the last cache of most machines. Of the experts' weights too."""
     gemm_size: int
     disk_bytes: int
 
@@ -46,6 +47,10 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT_LEN = 32, 8, 128, 16, 512
 # A sequence's keys and values that stay in a core's own cache, for the arithmetic alone.
 CACHED_CONTEXT_LEN = 64
 CALLS_PER_SHORT_REPEAT = 20
+# Experts of a size between Qwen3-30B-A3B's and Mixtral's, with few tokens each, as in a decode step, and with many.
+EXPERT_HIDDEN, EXPERT_INTERMEDIATE = 2048, 1024
+EXPERT_BYTES = 3 * EXPERT_HIDDEN * EXPERT_INTERMEDIATE * 2
+FEW_EXPERT_TOKENS, MANY_EXPERT_TOKENS = 8, 64
 DISK_CHUNK_BYTES = 8 * MIB
 
 
@@ -188,6 +193,42 @@ def decode_attention(num_threads: int, effort: Effort) -> list[Reading]:
             best=min(tiny_call_s),
             median=statistics.median(tiny_call_s),
             note="one sequence, one block: waking and joining the threads",
+        ),
+    ]
+
+
+def expert_ffn(num_threads: int, effort: Effort) -> list[Reading]:
+    """Our kernel, as one call of a stream: weights read per second with few tokens of each expert, FLOP/s with many."""
+    num_experts = max(1, effort.kv_bytes // EXPERT_BYTES)
+    w13 = torch.full((num_experts, 2 * EXPERT_INTERMEDIATE, EXPERT_HIDDEN), 0.01, dtype=torch.bfloat16)
+    w2 = torch.full((num_experts, EXPERT_HIDDEN, EXPERT_INTERMEDIATE), 0.01, dtype=torch.bfloat16)
+    experts = ExpertFfn(w13, w2)
+
+    def task_of(tokens_per_expert: int, pool: AttentionPool) -> ExpertFfnTask:
+        num_tokens = num_experts * tokens_per_expert
+        hidden = torch.ones(num_tokens, EXPERT_HIDDEN, dtype=torch.bfloat16)
+        ids = (torch.arange(num_tokens, dtype=torch.int32) % num_experts)[:, None].contiguous()
+        return ExpertFfnTask(experts, hidden, ids, torch.ones(num_tokens, 1), torch.empty_like(hidden), pool=pool)
+
+    with AttentionPool(num_threads) as pool:
+        few_s = timed_s(task_of(FEW_EXPERT_TOKENS, pool).run, effort.repeats)
+        many_s = timed_s(task_of(MANY_EXPERT_TOKENS, pool).run, effort.repeats)
+    num_bytes = w13.nbytes + w2.nbytes
+    shape = f"{num_experts} experts of {EXPERT_HIDDEN} x {EXPERT_INTERMEDIATE}, bfloat16"
+    return [
+        rate_of(
+            f"expert_ffn_read.{num_threads}",
+            BYTES_PER_S,
+            num_bytes,
+            few_s,
+            f"{FEW_EXPERT_TOKENS} tokens each, {shape}",
+        ),
+        rate_of(
+            f"expert_ffn_gemm.{num_threads}",
+            FLOPS_PER_S,
+            float(num_bytes) * MANY_EXPERT_TOKENS,  # 2 FLOP for the 2 bytes of each weight and token
+            many_s,
+            f"{MANY_EXPERT_TOKENS} tokens each, {shape}",
         ),
     ]
 

@@ -44,9 +44,12 @@ class Machine:
             num_bytes / (cpu.bandwidth_bytes_per_s * reached.cpu_attention_bandwidth),
         )
 
-    def cpu_gemm_s(self, flops: float, num_bytes: float) -> float:
+    def cpu_experts_s(self, flops: float, num_bytes: float) -> float:
         cpu, reached = self.profile.cpu, self.profile.efficiencies
-        return larger(flops / (cpu.flops_per_s * reached.cpu_gemm), num_bytes / cpu.bandwidth_bytes_per_s)
+        return larger(
+            flops / (cpu.flops_per_s * reached.cpu_gemm),
+            num_bytes / (cpu.bandwidth_bytes_per_s * reached.cpu_experts_bandwidth),
+        )
 
 
 def pre_attention_kernel_s(spec: MoeModelSpec, machine: Machine, load: SweepLoad) -> float:

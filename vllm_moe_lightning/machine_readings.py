@@ -39,6 +39,10 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.best
 
 
+READINGS_VERSION = 2
+"""Raised when a reading that the profile is made of is added or means something else: 2 added experts on the CPU."""
+
+
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A measurement and when, where and how it was taken."""
 
@@ -52,6 +56,8 @@ class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     readings: tuple[Reading, ...]
     profile: HardwareProfile
     warnings: tuple[str, ...] = ()
+    version: int = 1
+    """READINGS_VERSION of the package that took it; the first one wrote none."""
 
     def __post_init__(self) -> None:
         refuse_unbelievable(self.readings)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from vllm_moe_lightning.host_limits import ROOT, cgroup_memory_bytes, cpu_name, total_memory_bytes, usable_cpus
-from vllm_moe_lightning.machine_readings import MeasuredMachine
+from vllm_moe_lightning.machine_readings import READINGS_VERSION, MeasuredMachine
 
 FOLDER_NAME = "vllm-moe-lightning"
 STALE_AFTER_S = 30 * 24 * 3600.0
@@ -60,6 +60,12 @@ def load_cached(folder: Path, machine: str, *, quick: bool) -> tuple[MeasuredMac
         # An older version's file, or a figure that can't be: measured anew, and written over.
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             warnings.append(f"the cached measurement {file} can't be used: {error}")
+            continue
+        if cached.version != READINGS_VERSION:
+            warnings.append(
+                f"the cached measurement {file} is of version {cached.version} of the readings, this is version "
+                f"{READINGS_VERSION}: the machine is measured again"
+            )
             continue
         if cached.fingerprint == machine and cached.quick == is_quick:
             return cached, warnings

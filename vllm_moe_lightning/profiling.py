@@ -18,6 +18,7 @@ import torch
 
 from vllm_moe_lightning import device_probes, host_probes
 from vllm_moe_lightning.hardware import (
+    BELIEVABLE,
     EMULATED_GPU_NAME,
     CpuLevel,
     DiskLevel,
@@ -30,7 +31,13 @@ from vllm_moe_lightning.hardware import (
 )
 from vllm_moe_lightning.host_limits import cpu_name, host_limits, total_memory_bytes, usable_cpus
 from vllm_moe_lightning.host_probes import FULL, QUICK, Effort
-from vllm_moe_lightning.machine_readings import MeasuredMachine, Reading, by_name, refuse_unbelievable
+from vllm_moe_lightning.machine_readings import (
+    READINGS_VERSION,
+    MeasuredMachine,
+    Reading,
+    by_name,
+    refuse_unbelievable,
+)
 from vllm_moe_lightning.profile_cache import cache_folder, fingerprint, load_cached, store_cached
 
 Progress = Callable[[str, int, int], None]
@@ -90,6 +97,7 @@ def measure_machine(
         readings=tuple(readings),
         profile=profile,
         warnings=tuple(_warnings(readings, load_average, num_threads)),
+        version=READINGS_VERSION,
     )
 
 
@@ -107,6 +115,7 @@ def _probes(num_threads: int, effort: Effort, disk_folder: Path) -> Mapping[str,
         ]
     probes["prefill attention"] = lambda: host_probes.causal_attention(1, effort)
     probes["CPU attention"] = lambda: host_probes.decode_attention(attention_threads(num_threads), effort)
+    probes["CPU experts"] = lambda: host_probes.expert_ffn(attention_threads(num_threads), effort)
     probes["emulated link"] = lambda: device_probes.emulated_link(effort)
     probes["CUDA device"] = lambda: device_probes.cuda_device(effort)
     probes["disk read"] = lambda: host_probes.disk_read(disk_folder, effort)
@@ -114,7 +123,7 @@ def _probes(num_threads: int, effort: Effort, disk_folder: Path) -> Mapping[str,
 
 
 def attention_threads(num_threads: int) -> int:
-    """As the engine divides them unless told otherwise: one for launching, the others for attention."""
+    """As the engine divides them unless told otherwise: one for launching, the others for attention and experts."""
     return max(1, num_threads - 1)
 
 
@@ -139,17 +148,18 @@ def profile_of(
         return [name for name in found if name.partition(".")[0] == kind]
 
     attending = attention_threads(num_threads)
-    # On a busy machine fewer threads may reach more; and if our kernel beats the read probe, then memory is faster.
-    host_read = take("cpu.bandwidth_bytes_per_s", *whatever_threads("host_read"), f"attention_read.{attending}")
+    # On a busy machine fewer threads may reach more; and if our kernels beat the read probe, then memory is faster.
+    our_reads = (f"attention_read.{attending}", f"expert_ffn_read.{attending}")
+    host_read = take("cpu.bandwidth_bytes_per_s", *whatever_threads("host_read"), *our_reads)
     cpu_flops = take("cpu.flops_per_s", *whatever_threads("gemm_float32"))
     is_cuda = "cuda_gemm" in found
     gpu, link, memory_for_host = _device(take, is_cuda, sources, limits, memory_bytes)
 
-    def share(path: str, name: str, of: float) -> float:
+    def share(path: str, name: str, of: float, most: float = 1.0) -> float:
         reached = found[name].value / of
-        # Matrix units for 16-bit types go beyond the vector peak that the profile is in.
-        sources[f"efficiencies.{path}"] = f"measured: {name}, {reached:.2f} of the peak" + ", held to 1" * (reached > 1)
-        return min(1.0, reached)
+        held = f", held to {most:g}" * (reached > most)
+        sources[f"efficiencies.{path}"] = f"measured: {name}, {reached:.2f} of the peak{held}"
+        return min(most, reached)
 
     # The device's peaks are what a GEMM and a copy reached, so there is nothing to take off them.
     sources |= {f"efficiencies.{name}": "the peak itself is measured" for name in ("gpu_gemm", "gpu_bandwidth")}
@@ -160,9 +170,9 @@ def profile_of(
         gpu_bandwidth=1.0,
         cpu_attention_bandwidth=share("cpu_attention_bandwidth", f"attention_read.{attending}", host_read),
         cpu_attention_flops=share("cpu_attention_flops", f"attention_cached.{attending}", cpu_flops),
-        cpu_gemm=share(
-            "cpu_gemm", max(whatever_threads("gemm_bfloat16"), key=lambda name: found[name].value), cpu_flops
-        ),
+        cpu_experts_bandwidth=share("cpu_experts_bandwidth", f"expert_ffn_read.{attending}", host_read),
+        # The peak is of fp32; experts in bfloat16 go beyond it where there are matrix units or dot products.
+        cpu_gemm=share("cpu_gemm", f"expert_ffn_gemm.{attending}", cpu_flops, BELIEVABLE["efficiencies.cpu_gemm"][1]),
         **prefill,
     )
     disk = None

@@ -130,6 +130,21 @@ def test_experts_on_the_cpu_leave_only_hidden_states_on_the_link() -> None:
     assert busy[HrmResource.CPU] > 1
 
 
+def test_experts_on_the_cpu_take_as_long_as_their_weights_or_their_arithmetic_at_the_measured_efficiencies() -> None:
+    efficiencies = msgspec.structs.replace(PEAKS, cpu_experts_bandwidth=0.4, cpu_gemm=2.0)
+    profile = msgspec.structs.replace(L4, efficiencies=efficiencies)
+    expert_bytes = MIXTRAL.params_per_expert * MIXTRAL.widths.expert_bytes
+
+    def experts_s(tokens: int) -> float:
+        policy, load = HrmPolicy(tokens, 1, ffn_on_gpu=False), SweepLoad(decode_seqs=tokens, decode_context=512)
+        return task_costs(MIXTRAL, profile, policy, load).cpu_experts_s - profile.overheads.cpu_task_s
+
+    read_s = MIXTRAL.expected_experts_touched(2) * expert_bytes / (profile.cpu.bandwidth_bytes_per_s * 0.4)
+    assert experts_s(2) == pytest.approx(read_s, rel=0.01)  # and the activations
+    flops = 2 * MIXTRAL.params_per_expert * MIXTRAL.top_k * 20000
+    assert experts_s(20000) == pytest.approx(flops / (profile.cpu.flops_per_s * 2.0))
+
+
 def test_cpu_attention_and_the_link_share_the_host_s_memory() -> None:
     policy, load = HrmPolicy(400, 10), SweepLoad(decode_seqs=4000, decode_context=2000)
     slow = msgspec.structs.replace(

@@ -10,10 +10,19 @@ import msgspec
 import pytest
 
 from vllm_moe_lightning import device_probes, host_probes, profile_cache, profiling
-from vllm_moe_lightning.hardware import GIB, MIB, HardwareProfile, HostLimits, profile_from_json, profile_to_json
+from vllm_moe_lightning.hardware import (
+    GIB,
+    MIB,
+    HardwareProfile,
+    HostLimits,
+    KernelEfficiencies,
+    profile_from_json,
+    profile_to_json,
+)
 from vllm_moe_lightning.machine_readings import (
     BYTES_PER_S,
     FLOPS_PER_S,
+    READINGS_VERSION,
     SECONDS,
     SHARE,
     MeasuredMachine,
@@ -33,6 +42,8 @@ FIGURES = {
     "attention_read.3": (BYTES_PER_S, 45e9),
     "attention_cached.3": (FLOPS_PER_S, 0.3e12),
     "attention_task.3": (SECONDS, 8e-6),
+    "expert_ffn_read.3": (BYTES_PER_S, 48e9),
+    "expert_ffn_gemm.3": (FLOPS_PER_S, 0.6e12),
     "emulated_h2d": (BYTES_PER_S, 9e9),
     "emulated_d2h": (BYTES_PER_S, 8e9),
     "emulated_both_ways_share": (SHARE, 0.8),
@@ -62,6 +73,7 @@ def measured(*, quick: bool = False, fingerprint: str = "abc") -> MeasuredMachin
         duration_s=3.0,
         readings=tuple(readings()),
         profile=fake_profile(),
+        version=READINGS_VERSION,
     )
 
 
@@ -99,6 +111,7 @@ def test_the_profile_takes_peaks_from_readings_and_efficiencies_from_their_ratio
     assert profile.gpu.flops_per_s == 0.3e12
     assert profile.efficiencies.cpu_attention_bandwidth == pytest.approx(45 / 60)
     assert profile.efficiencies.cpu_attention_flops == pytest.approx(0.3 / 0.4)
+    assert profile.efficiencies.cpu_experts_bandwidth == pytest.approx(48 / 60)
     assert profile.efficiencies.gpu_attention == pytest.approx(0.06 / 0.3)
     assert profile.link.bidirectional_share == 0.8
     assert profile.overheads.cpu_task_s == 8e-6
@@ -115,16 +128,25 @@ def test_every_measured_figure_has_its_source() -> None:
         assert profile.sources[path].startswith("measured: ")
 
 
-def test_matrix_units_beyond_the_vector_peak_are_held_to_it_and_said_so() -> None:
-    profile = fake_profile()  # bfloat16 reaches twice the float32 rate
-    assert profile.efficiencies.cpu_gemm == 1.0
-    assert "2.00 of the peak, held to 1" in profile.sources["efficiencies.cpu_gemm"]
+def test_experts_in_bfloat16_may_go_beyond_the_peak_of_fp32() -> None:
+    profile = fake_profile()
+    assert profile.efficiencies.cpu_gemm == pytest.approx(0.6 / 0.4)
+    assert profile.sources["efficiencies.cpu_gemm"] == "measured: expert_ffn_gemm.3, 1.50 of the peak"
+
+
+def test_what_goes_beyond_a_peak_that_it_cannot_is_held_to_it_and_said_so() -> None:
+    profile = fake_profile(attention_cached_3=0.8e12)
+    assert profile.efficiencies.cpu_attention_flops == 1.0
+    assert "2.00 of the peak, held to 1" in profile.sources["efficiencies.cpu_attention_flops"]
 
 
 def test_a_kernel_that_beats_the_read_pattern_raises_the_bandwidth() -> None:
     profile = fake_profile(attention_read_3=90e9)
     assert profile.cpu.bandwidth_bytes_per_s == 90e9
     assert profile.efficiencies.cpu_attention_bandwidth == 1.0
+    profile = fake_profile(expert_ffn_read_3=80e9)
+    assert profile.cpu.bandwidth_bytes_per_s == 80e9
+    assert profile.efficiencies.cpu_experts_bandwidth == 1.0
 
 
 def test_fewer_threads_that_read_faster_on_a_busy_machine_count() -> None:
@@ -179,7 +201,9 @@ def test_a_very_small_measurement_of_this_machine_gives_a_profile(
     )
     assert machine.profile.measured_at is not None
     assert machine.profile.gpu.flops_per_s > 0
-    assert {"attention_read", "memcpy", "gemm_float32"} <= {r.name.partition(".")[0] for r in machine.readings}
+    assert {"attention_read", "memcpy", "gemm_float32", "expert_ffn_read", "expert_ffn_gemm"} <= {
+        r.name.partition(".")[0] for r in machine.readings
+    }
     assert steps[-1][1] == steps[-1][2] == len(steps) - 1
     assert not list(tmp_path.iterdir())  # the disk probe's file is gone
 
@@ -224,6 +248,28 @@ def test_a_broken_cache_is_warned_of_and_replaced(
     assert str(file) in warning
     assert profiling.machine_profile(cache=tmp_path)[1] == []
     assert counted_measure() == 1
+
+
+def test_a_measurement_of_an_older_version_is_taken_again_and_said_so(
+    tmp_path: Path, counted_measure: Callable[[], int]
+) -> None:
+    machine = profile_cache.fingerprint()
+    profile_cache.store_cached(tmp_path, measured(fingerprint=machine))
+    file = profile_cache.cache_file(tmp_path, machine, quick=False)
+    raw = msgspec.json.decode(file.read_bytes())
+    del raw["version"], raw["profile"]["efficiencies"]["cpu_experts_bandwidth"]
+    file.write_bytes(msgspec.json.encode(raw))
+    again, [warning] = profiling.machine_profile(cache=tmp_path)
+    assert warning.endswith("is of version 1 of the readings, this is version 2: the machine is measured again")
+    assert (again.version, counted_measure()) == (2, 1)
+    assert profiling.machine_profile(cache=tmp_path)[1] == []
+
+
+def test_a_profile_without_the_efficiencies_of_cpu_experts_still_loads_with_the_defaults() -> None:
+    raw = msgspec.json.decode(profile_to_json(fake_profile()))
+    del raw["efficiencies"]["cpu_experts_bandwidth"]
+    loaded = profile_from_json(msgspec.json.encode(raw))
+    assert loaded.efficiencies.cpu_experts_bandwidth == KernelEfficiencies().cpu_experts_bandwidth
 
 
 def test_an_absurd_figure_in_the_cache_is_not_used(tmp_path: Path) -> None:

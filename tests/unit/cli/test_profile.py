@@ -16,7 +16,7 @@ from vllm_moe_lightning import profile_cache, profiling
 from vllm_moe_lightning.cli import profile as profile_cli
 from vllm_moe_lightning.hardware import read_profile
 from vllm_moe_lightning.hardware_presets import preset_profile
-from vllm_moe_lightning.machine_readings import BYTES_PER_S, MeasuredMachine, Reading
+from vllm_moe_lightning.machine_readings import BYTES_PER_S, READINGS_VERSION, MeasuredMachine, Reading
 
 APP = typer.Typer()
 APP.command()(profile_cli.profile)
@@ -35,6 +35,7 @@ def machine(*, quick: bool = False, age: timedelta = timedelta()) -> MeasuredMac
         ),
         profile=replace(preset_profile("t4"), measured_at=taken_at),
         warnings=("disk_read not run: /x is read-only",),
+        version=READINGS_VERSION,
     )
 
 
