@@ -23,7 +23,8 @@ COLOURS = {
 
 
 def plot_rows(rows: list[Row], path: Path) -> None:
-    """One panel per number of threads, one cluster of bars per shape with its caches in memory."""
+    """One panel per number of threads, one cluster of bars per shape with its caches in memory. A star: others took our
+    CPUs meanwhile."""
     from matplotlib.figure import Figure
 
     rows = [row for row in rows if row["group"] == PLOTTED_GROUP]
@@ -40,15 +41,20 @@ def plot_rows(rows: list[Row], path: Path) -> None:
 
 
 def _plot_panel(axes: Axes, rows: list[Row]) -> None:
-    names = [name for name in COLOURS if any(fraction(row, name) is not None for row in rows)]
-    bar_width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        measured = [(x, value) for x, row in enumerate(rows) if (value := fraction(row, name)) is not None]
-        places = [x + (index - (len(names) - 1) / 2) * bar_width for x, _ in measured]
-        axes.bar(places, [value for _, value in measured], bar_width, label=name, color=COLOURS[name])
+    shown = [[name for name in COLOURS if fraction(row, name) is not None] for row in rows]
+    bar_width = 0.8 / max(map(len, shown))
+    for name, colour in COLOURS.items():
+        places, heights = [], []
+        for x, (row, names) in enumerate(zip(rows, shown, strict=True)):
+            if (height := fraction(row, name)) is not None:
+                places.append(x + (names.index(name) - (len(names) - 1) / 2) * bar_width)
+                heights.append(height)
+        if places:
+            axes.bar(places, heights, bar_width, label=name, color=colour)
     axes.axhline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set_xticks(range(len(rows)), [_label(row) for row in rows], fontsize=8)
     axes.set_ylabel("fraction of read bandwidth")
+    axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.set_ylim(0, 1.05)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -56,4 +62,5 @@ def _plot_panel(axes: Axes, rows: list[Row]) -> None:
 
 def _label(row: Row) -> str:
     dtype = "" if row["dtype"] == "bfloat16" else f"\n{row['dtype']}"
-    return f"{row['num_seqs']} x {row['context_len']}\nblock {row['block_size']}{dtype}"
+    star = "*" if row["is_contended"] else ""
+    return f"{row['num_seqs']} x {row['context_len']}\nblock {row['block_size']}{star}{dtype}"

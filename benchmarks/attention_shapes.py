@@ -15,6 +15,7 @@ WORKING_SET_BYTES = 512 * MIB
 # A smaller task is no judge of memory bandwidth: what starts and ends it weighs too much.
 LEAST_LAYER_BYTES = 128 * MIB
 QUICK_WORKING_SET_BYTES = 256 * MIB
+LONG_PASS_BYTES, LONG_PASS_ROUNDS = 1024 * MIB, 5
 # A stolen core is given back every few milliseconds: a measured pass must see many of these turns.
 STOLEN_CORE_PASSES = 2
 CACHE_WARM_SAMPLE_BYTES = 128 * MIB
@@ -75,6 +76,15 @@ class Setting:
     num_passes: int = 1
     has_quantised: bool = False
     """Whether caches of 8-bit elements are measured beside it."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Our cache, the contiguous one and up to two of vLLM's; and three with elements of half the size."""
+        return self.shape.pass_bytes * (4 + 2 * self.has_quantised)
+
+    def num_rounds(self, asked: int) -> int:
+        """Passes over gigabytes are long enough to be steady."""
+        return min(asked, LONG_PASS_ROUNDS) if self.shape.pass_bytes > LONG_PASS_BYTES else asked
 
     @property
     def is_warm(self) -> bool:

@@ -55,7 +55,6 @@ from vllm_moe_lightning.host_probes import torch_threads
 from vllm_moe_lightning.kernels.attention import AttentionPool
 
 QUICK_ROUNDS = 3
-CACHES_PER_BATCH = 6  # ours, the contiguous one, up to two of vLLM's; three of half the size
 GROUP_TITLES = {
     "memory": "Caches in memory (layers in turn)",
     "cache-warm": "The same job again and again: caches partly in the CPU's cache",
@@ -120,14 +119,14 @@ def _measured_row(
 
 def run(settings: list[Setting], num_rounds: int, console: Console) -> dict[str, Any]:
     """The results as JSON values."""
-    head = machine.describe() | {"num_rounds": num_rounds}  # before our own load
+    head = machine.describe()  # before our own load
     rows: list[Row] = []
     skipped = []
     for setting in track(settings, "shapes", console=console, transient=True):
-        if CACHES_PER_BATCH * setting.shape.pass_bytes > total_memory_bytes() / 2:
+        if setting.memory_bytes > total_memory_bytes() / 2:
             skipped.append(f"{setting.shape}: its caches would fill more than half of the memory")
         else:
-            rows += run_setting(setting, num_rounds, vllm_arms)
+            rows += run_setting(setting, setting.num_rounds(num_rounds), vllm_arms)
     return {"summary": summarise(rows), "machine": head, "rows": rows, "skipped": skipped}
 
 
@@ -135,7 +134,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for group, title in GROUP_TITLES.items():
         rows = [row for row in result["rows"] if row["group"] == group]
         if rows:
-            console.print(_table(rows, f"{title}; medians of {result['machine']['num_rounds']} rounds, min..max"))
+            console.print(_table(rows, f"{title}; medians of {_round_counts(rows)} rounds, min..max"))
     console.print(
         "GB/s of keys and values (fraction of the read bandwidth A); x: how many times as fast ours is; "
         "*: others took our CPUs, left out of the summary"
@@ -151,6 +150,10 @@ def show(result: dict[str, Any], console: Console) -> None:
         f"{head['cpu']}, {head['num_cpus']} CPUs, load {head['load_average']:.1f}, torch {head['torch']}, "
         f"commit {head['commit']}. Not measured: other CPUs, more than one socket."
     )
+
+
+def _round_counts(rows: list[Row]) -> str:
+    return " or ".join(str(count) for count in sorted({len(row["arms"][OURS]["seconds_rounds"]) for row in rows}))
 
 
 def _table(rows: list[Row], title: str) -> Table:

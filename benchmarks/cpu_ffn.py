@@ -8,6 +8,7 @@ fused experts have the same weights, packed as they want them. All are given the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -200,4 +201,5 @@ def main(
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, for its kernels
     typer.run(main)

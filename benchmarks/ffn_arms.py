@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import mmap
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -136,7 +135,6 @@ class VllmWeights:
     """The layer's weights as vLLM's CPU experts want them packed; `isa` "amx" or "vec"."""
 
     def __init__(self, layer: Layer, isa: str) -> None:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         from vllm import _custom_ops as ops
 
         self.ops, self.isa = ops, isa

@@ -98,6 +98,9 @@ class KernelEfficiencies(_Strict, frozen=True):
     """Of the GPU's FLOP/s, for prefill attention."""
     gpu_bandwidth: float = 0.75
     """Of device memory bandwidth, for kernels that stream weights or KV."""
+    gpu_overlap: float = 1.0
+    """Share of the shorter of a GEMM's two times, arithmetic and memory, that hides behind the longer one. 1: the
+    roofline. 0: a core, which first brings a weight into its cache and then computes with it."""
     cpu_attention_bandwidth: float = 0.55
     """Of host bandwidth, for decode attention over paged KV."""
     cpu_attention_flops: float = 0.5
@@ -185,6 +188,7 @@ BELIEVABLE: dict[str, tuple[float, float]] = {
     "limits.memlock_bytes": (0, float(1 << 62)),
     **{f"efficiencies.{name}": _SHARE for name in KernelEfficiencies.__struct_fields__},
     "efficiencies.cpu_gemm": (_SHARE[0], 100.0),
+    "efficiencies.gpu_overlap": (0.0, 1.0),
     **{f"overheads.{name}": _OVERHEAD_S for name in TaskOverheads.__struct_fields__},
 }
 

@@ -51,6 +51,9 @@ CALLS_PER_SHORT_REPEAT = 20
 EXPERT_HIDDEN, EXPERT_INTERMEDIATE = 2048, 1024
 EXPERT_BYTES = 3 * EXPERT_HIDDEN * EXPERT_INTERMEDIATE * 2
 FEW_EXPERT_TOKENS, MANY_EXPERT_TOKENS = 8, 64
+# An expert's matrices in small, and the rows that a micro-batch brings to each.
+EXPERT_FEATURES, FEW_ROWS, MANY_ROWS = 1024, 16, 128
+LEAST_SHARE = 0.05
 DISK_CHUNK_BYTES = 8 * MIB
 
 
@@ -123,6 +126,37 @@ def gemm(num_threads: int, dtype: torch.dtype, effort: Effort) -> Reading:
         seconds = timed_s(lambda: torch.mm(left, right, out=product), effort.repeats)
     name = f"gemm_{str(dtype).removeprefix('torch.')}.{num_threads}"
     return rate_of(name, FLOPS_PER_S, 2.0 * size**3, seconds, f"{size} x {size} matrices")
+
+
+def few_row_gemms(effort: Effort) -> list[Reading]:
+    """Experts on one core: FLOP/s of each further row, and bytes/s of the weights, which come first and from memory.
+
+    The seconds of R rows are rows_s * R + weights_s; two sizes give both. A large square GEMM shows neither.
+    """
+    num_experts = max(2, effort.kv_bytes // (EXPERT_FEATURES**2 * 2))
+    weights = torch.ones(num_experts, EXPERT_FEATURES, EXPERT_FEATURES, dtype=torch.bfloat16)
+
+    def seconds_of_rows(num_rows: int) -> list[float]:
+        rows = torch.ones(num_rows, EXPERT_FEATURES, dtype=torch.bfloat16)
+        product = torch.empty_like(rows)
+
+        def run() -> None:
+            for expert in weights:
+                torch.mm(rows, expert.T, out=product)
+
+        return timed_s(run, effort.repeats)
+
+    with torch_threads(1):
+        few_s, many_s = (seconds_of_rows(rows) for rows in (FEW_ROWS, MANY_ROWS))
+    note = f"{FEW_ROWS} and {MANY_ROWS} rows by {weights.nbytes // MIB} MiB of bfloat16 weights"
+    # Others' load can turn the line over: of the smaller size, neither part is taken to be less than a twentieth.
+    share = FEW_ROWS * (min(many_s) - min(few_s)) / (MANY_ROWS - FEW_ROWS) / min(few_s)
+    rows_share = min(max(share, LEAST_SHARE), 1.0 - LEAST_SHARE)
+    row_s, weights_s = min(few_s) * rows_share / FEW_ROWS, min(few_s) * (1.0 - rows_share)
+    return [
+        Reading(name="rows_gemm.1", unit=FLOPS_PER_S, best=2.0 * weights.numel() / row_s, note=note),
+        Reading(name="weights_gemm.1", unit=BYTES_PER_S, best=weights.nbytes / weights_s, note=note),
+    ]
 
 
 def causal_attention(num_threads: int, effort: Effort) -> Reading:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import FLOPS_PER_PARAM, MoeModelSpec
-from vllm_moe_lightning.rowwise import larger
+from vllm_moe_lightning.rowwise import larger, smaller
 from vllm_moe_lightning.workload import SweepLoad
 
 # Float32 logits are written once and read by the passes of sampling: temperature, maximum, softmax.
@@ -26,10 +26,9 @@ class Machine:
 
     def gpu_s(self, flops: float, num_bytes: float, flops_efficiency: float) -> float:
         gpu, reached = self.profile.gpu, self.profile.efficiencies
-        return larger(
-            flops / (gpu.total_flops_per_s * flops_efficiency),
-            num_bytes / (gpu.total_bandwidth_bytes_per_s * reached.gpu_bandwidth),
-        )
+        flops_s = flops / (gpu.total_flops_per_s * flops_efficiency)
+        memory_s = num_bytes / (gpu.total_bandwidth_bytes_per_s * reached.gpu_bandwidth)
+        return larger(flops_s, memory_s) + (1.0 - reached.gpu_overlap) * smaller(flops_s, memory_s)
 
     def gpu_gemm_s(self, flops: float, num_bytes: float) -> float:
         return self.gpu_s(flops, num_bytes, self.profile.efficiencies.gpu_gemm)

@@ -39,8 +39,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.best
 
 
-READINGS_VERSION = 2
-"""Raised when a reading that the profile is made of is added or means something else: 2 added experts on the CPU."""
+READINGS_VERSION = 3
+"""Raised when a reading that the profile is made of is added or means something else: 2 added experts on the CPU, 3
+GEMMs of few rows."""
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -113,6 +113,7 @@ def _probes(num_threads: int, effort: Effort, disk_folder: Path) -> Mapping[str,
         probes[f"CPU GEMM, {dtype}"] = lambda dtype=dtype: [  # type: ignore[misc]
             host_probes.gemm(count, dtype, effort) for count in sorted({1, num_threads})
         ]
+    probes["GEMM of few rows"] = lambda: host_probes.few_row_gemms(effort)
     probes["prefill attention"] = lambda: host_probes.causal_attention(1, effort)
     probes["CPU attention"] = lambda: host_probes.decode_attention(attention_threads(num_threads), effort)
     probes["CPU experts"] = lambda: host_probes.expert_ffn(attention_threads(num_threads), effort)
@@ -161,19 +162,27 @@ def profile_of(
         sources[f"efficiencies.{path}"] = f"measured: {name}, {reached:.2f} of the peak{held}"
         return min(most, reached)
 
-    # The device's peaks are what a GEMM and a copy reached, so there is nothing to take off them.
-    sources |= {f"efficiencies.{name}": "the peak itself is measured" for name in ("gpu_gemm", "gpu_bandwidth")}
-    # Not measured on a GPU, where the default stands.
-    prefill = {} if is_cuda else {"gpu_attention": share("gpu_attention", "causal_attention.1", gpu.flops_per_s)}
+    on_device: dict[str, float]
+    if is_cuda:
+        # The device's peaks are what a GEMM and a copy reached, so there is nothing to take off them. Prefill attention
+        # is not measured: the default stands.
+        on_device = {"gpu_gemm": 1.0, "gpu_bandwidth": 1.0}
+        sources |= {f"efficiencies.{name}": "the peak itself is measured" for name in on_device}
+    else:
+        on_device = {
+            "gpu_gemm": share("gpu_gemm", "rows_gemm.1", gpu.flops_per_s),
+            "gpu_bandwidth": share("gpu_bandwidth", "weights_gemm.1", gpu.bandwidth_bytes_per_s),
+            "gpu_overlap": 0.0,
+            "gpu_attention": share("gpu_attention", "causal_attention.1", gpu.flops_per_s),
+        }
+        sources["efficiencies.gpu_overlap"] = "chosen: the two figures of rows and weights are of times that add up"
     efficiencies = KernelEfficiencies(
-        gpu_gemm=1.0,
-        gpu_bandwidth=1.0,
         cpu_attention_bandwidth=share("cpu_attention_bandwidth", f"attention_read.{attending}", host_read),
         cpu_attention_flops=share("cpu_attention_flops", f"attention_cached.{attending}", cpu_flops),
         cpu_experts_bandwidth=share("cpu_experts_bandwidth", f"expert_ffn_read.{attending}", host_read),
         # The peak is of fp32; experts in bfloat16 go beyond it where there are matrix units or dot products.
         cpu_gemm=share("cpu_gemm", f"expert_ffn_gemm.{attending}", cpu_flops, BELIEVABLE["efficiencies.cpu_gemm"][1]),
-        **prefill,
+        **on_device,
     )
     disk = None
     if disk_capacity_bytes is not None:

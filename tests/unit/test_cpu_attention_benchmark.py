@@ -78,6 +78,12 @@ def test_each_pass_goes_through_so_many_layers_that_none_stays_in_a_cache() -> N
             assert setting.shape.pass_bytes >= 512 * MIB
 
 
+def test_passes_over_gigabytes_are_repeated_less_but_five_times_at_least() -> None:
+    counts = {setting.num_rounds(7) for setting in full_settings()}
+    assert counts == {5, 7}
+    assert {setting.num_rounds(2) for setting in full_settings()} == {2}
+
+
 def test_the_quick_settings_have_all_groups() -> None:
     assert {setting.group for setting in quick_settings()} == {setting.group for setting in full_settings()}
     assert {setting.group for setting in full_settings()} == set(cpu_attention.GROUP_TITLES)

@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
-from vllm_moe_lightning import device_probes, host_probes, profile_cache, profiling
+from vllm_moe_lightning import device_probes, host_probes, machine_readings, profile_cache, profiling
 from vllm_moe_lightning.hardware import (
     GIB,
     MIB,
@@ -19,6 +20,7 @@ from vllm_moe_lightning.hardware import (
     profile_from_json,
     profile_to_json,
 )
+from vllm_moe_lightning.kernel_costs import Machine
 from vllm_moe_lightning.machine_readings import (
     BYTES_PER_S,
     FLOPS_PER_S,
@@ -37,6 +39,8 @@ FIGURES = {
     "host_read.4": (BYTES_PER_S, 60e9),
     "gemm_float32.4": (FLOPS_PER_S, 0.4e12),
     "gemm_bfloat16.1": (FLOPS_PER_S, 0.3e12),
+    "rows_gemm.1": (FLOPS_PER_S, 0.2e12),
+    "weights_gemm.1": (BYTES_PER_S, 8e9),
     "gemm_bfloat16.4": (FLOPS_PER_S, 0.8e12),
     "causal_attention.1": (FLOPS_PER_S, 0.06e12),
     "attention_read.3": (BYTES_PER_S, 45e9),
@@ -260,8 +264,11 @@ def test_a_measurement_of_an_older_version_is_taken_again_and_said_so(
     del raw["version"], raw["profile"]["efficiencies"]["cpu_experts_bandwidth"]
     file.write_bytes(msgspec.json.encode(raw))
     again, [warning] = profiling.machine_profile(cache=tmp_path)
-    assert warning.endswith("is of version 1 of the readings, this is version 2: the machine is measured again")
-    assert (again.version, counted_measure()) == (2, 1)
+    version = machine_readings.READINGS_VERSION
+    assert warning.endswith(
+        f"is of version 1 of the readings, this is version {version}: the machine is measured again"
+    )
+    assert (again.version, counted_measure()) == (machine_readings.READINGS_VERSION, 1)
     assert profiling.machine_profile(cache=tmp_path)[1] == []
 
 
@@ -318,3 +325,13 @@ def test_age_is_counted_from_the_measurement_and_never_negative() -> None:
 def test_efforts_read_more_than_the_caches_hold() -> None:
     assert host_probes.QUICK.kv_bytes >= 128 * MIB
     assert host_probes.FULL.kv_bytes >= host_probes.QUICK.kv_bytes
+
+
+def test_a_core_s_gemm_takes_the_time_of_its_rows_and_of_its_weights_one_after_the_other() -> None:
+    """The emulated device computes on one core; a GPU's two times overlap."""
+    profile = fake_profile()
+    flops, num_bytes = 2e9, 8e6
+    rows_s, weights_s = flops / 0.2e12, num_bytes / 8e9
+    assert Machine(profile).gpu_gemm_s(flops, num_bytes) == pytest.approx(rows_s + weights_s)
+    roofline = replace(profile, efficiencies=replace(profile.efficiencies, gpu_overlap=1.0))
+    assert Machine(roofline).gpu_gemm_s(flops, num_bytes) == pytest.approx(max(rows_s, weights_s))

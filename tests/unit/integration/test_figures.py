@@ -81,7 +81,7 @@ def test_counters_grow_over_a_reset_and_gauges_fall_to_zero(tmp_path: Path) -> N
     assert all(busy[key] <= after_reset[key] == idle[key] for key in counters)
     assert (busy[("sweeps",)], after_reset[("sweeps",)], idle[("generated_tokens",)]) == (4, 8, 8)
     assert idle[("pages_moved",)] == pages > 0
-    assert busy[("num_micro_batches",)] == 3
+    assert busy[("num_micro_batches",)] == pytest.approx(3)
     assert busy[("achieved_tokens_per_second", "generated")] > 0
     for key in busy:
         if key[0].endswith("_ratio") and not key[0].startswith("predicted"):
