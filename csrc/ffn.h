@@ -12,7 +12,7 @@
 namespace mol {
 
 constexpr int kMaxBlockTokens = 16;
-constexpr int kMaxPieceRows = 256;
+constexpr int kMaxPieceRows = 128;
 // Rows of a piece that several blocks of tokens read in turn from the cache, instead of from memory each.
 constexpr int kRowsPerPass = 32;
 

@@ -7,17 +7,15 @@ namespace mol {
 namespace {
 
 constexpr std::align_val_t kAlignment{64};
-// Of weights in a piece: long runs for the memory, and still many pieces for each thread.
-constexpr int64_t kPieceBytes = 512 << 10;
 constexpr int kPiecesPerThread = 8;
 
 int64_t divided_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Rows of a piece: multiples of kRowsPerPass, fewer where there are not enough rows for all threads.
-int32_t piece_rows(int64_t all_rows, int64_t row_bytes, int num_threads) {
-  const int64_t rows = std::min(kPieceBytes / row_bytes, divided_up(all_rows, kPiecesPerThread * num_threads));
-  const int64_t whole_passes = rows / kRowsPerPass * kRowsPerPass;
-  return static_cast<int32_t>(std::clamp<int64_t>(whole_passes, kRowsPerPass, kMaxPieceRows));
+// Rows of a piece: multiples of kRowsPerPass, as many as make long runs for the memory, fewer where there are not
+// enough for all threads.
+int32_t piece_rows(int64_t all_rows, int num_threads) {
+  const int64_t rows = divided_up(all_rows, kPiecesPerThread * num_threads) / kRowsPerPass * kRowsPerPass;
+  return static_cast<int32_t>(std::clamp<int64_t>(rows, kRowsPerPass, kMaxPieceRows));
 }
 
 }  // namespace
@@ -88,10 +86,8 @@ FfnPlan FfnWorkspace::plan(const mol_expert_ffn_task& task, const FfnKernel& ker
   plan.inner_operands = memory + hidden_bytes;
   plan.slot_outputs = reinterpret_cast<float*>(memory + hidden_bytes + inner_bytes);
 
-  const int64_t element_bytes = task.dtype == MOL_FLOAT32 ? 4 : 2;
-  plan.gate_up_rows =
-      piece_rows(plan.num_experts * task.intermediate_size, 2 * task.hidden_size * element_bytes, num_threads);
-  plan.down_rows = piece_rows(plan.num_experts * task.hidden_size, task.intermediate_size * element_bytes, num_threads);
+  plan.gate_up_rows = piece_rows(plan.num_experts * task.intermediate_size, num_threads);
+  plan.down_rows = piece_rows(plan.num_experts * task.hidden_size, num_threads);
   plan.num_threads = num_threads;
   return plan;
 }

@@ -1,1 +1,1 @@
-"""CPU attention over the paged host KV cache: the C++ kernels' Python face and their fp32 reference."""
+"""CPU attention over the paged host KV cache and the expert FFN: the C++ kernels' Python faces, their references."""
