@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.attention_shapes import MIB, Shape
+from benchmarks.round_figures import reads
 from vllm_moe_lightning.kernels import reference
 from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask, available_isas, resolve_isa
 from vllm_moe_lightning.kernels.quantised_cache import ElementKind, QuantisedCache
-from vllm_moe_lightning.kernels.read_probe import READ_PATTERNS, read_once
+from vllm_moe_lightning.kernels.read_probe import read_once
 
 # Random values are drawn for this much and repeated: drawing gigabytes would take longer than measuring.
 DRAWN_BYTES = 32 * MIB
@@ -75,7 +76,7 @@ class Batch:
         return key, value
 
 
-def read_passes(batch: Batch, pool: AttentionPool | None, num_passes: int) -> dict[str, Callable[[], None]]:
+def read_passes(batch: Batch, pool: AttentionPool | None, num_passes: int) -> dict[str, Callable[[], object]]:
     """The anchor: each pattern reads the very buffer that our kernel reads, all layers at once."""
 
     def reader(pattern: str) -> Callable[[], None]:
@@ -85,7 +86,7 @@ def read_passes(batch: Batch, pool: AttentionPool | None, num_passes: int) -> di
 
         return run
 
-    return {f"read: {pattern}": reader(pattern) for pattern in READ_PATTERNS}
+    return reads(reader)
 
 
 def _task_arm(

@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from benchmarks.attention_arms import OURS, Arm
 from benchmarks.attention_rounds import Rounds
 from benchmarks.attention_shapes import Setting
+from benchmarks.round_figures import (
+    READ,
+    Row,
+    Summary,
+    fastest_read,
+    median_of,
+    most_others_share,
+    ratios,
+    spread,
+    undisturbed,
+)
 from vllm_moe_lightning.host_limits import usable_cpus
 
-READ = "read: "
 VLLM_OWN_DTYPE = ("vllm amx", "vllm vec", "vllm vec16")
 BEST_VLLM = "vllm best"
-# The kernel counts CPU time in ticks: of a short round it cannot tell less.
-MOST_OTHERS_SHARE = 0.1
-
-Row = dict[str, Any]
-
-
-def _spread(values: Iterable[float]) -> dict[str, Any]:
-    ordered = sorted(values)
-    return {"median": statistics.median(ordered), "spread": [ordered[0], ordered[-1]]}
-
-
-def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> dict[str, Any]:
-    """Each from one round, which holds both close in time."""
-    return _spread(top / bottom for top, bottom in zip(numerators, denominators, strict=True))
-
-
-def most_others_share(setting: Setting, num_threads: int, num_cpus: int) -> float:
-    """What other processes may take of all CPUs before a figure says more about them than about ours: the CPUs that we
-    leave to them and a little of ours. One thread is judged by its CPU time, but whoever takes turns with it on a core
-    empties the core's caches."""
-    ours = num_threads * (1 - MOST_OTHERS_SHARE) - setting.is_stolen
-    return 1 - ours / num_cpus
 
 
 def make_row(
@@ -50,15 +38,15 @@ def make_row(
     clock = "cpu" if num_threads == 1 and not setting.is_stolen else "wall"
     num_bytes = shape.pass_bytes * setting.num_passes
     taken_s = {name: each.by(clock) for name, each in rounds.seconds.items()}
-    anchor = min((name for name in taken_s if name.startswith(READ)), key=lambda name: statistics.median(taken_s[name]))
+    anchor = fastest_read(taken_s)
 
-    others_cpu_share = _spread(rounds.others_cpu_share)
+    others_cpu_share = spread(rounds.others_cpu_share)
     entries: dict[str, Any] = {}
     for name, samples_s in taken_s.items():
         share = arms[name].bytes_share if name in arms else 1.0
         entries[name] = {
-            "gb_per_s": _spread(share * num_bytes / each / 1e9 for each in samples_s),
-            "wall_gb_per_s": _spread(share * num_bytes / each / 1e9 for each in rounds.seconds[name].wall),
+            "gb_per_s": spread(share * num_bytes / each / 1e9 for each in samples_s),
+            "wall_gb_per_s": spread(share * num_bytes / each / 1e9 for each in rounds.seconds[name].wall),
             "fraction_of_read_bw": ratios((share * anchor_s for anchor_s in taken_s[anchor]), samples_s),
             "seconds_rounds": samples_s,
         }
@@ -81,7 +69,7 @@ def make_row(
         "num_threads": num_threads,
         "clock": clock,
         "others_cpu_share": others_cpu_share,
-        "is_contended": others_cpu_share["median"] > most_others_share(setting, num_threads, usable_cpus()),
+        "is_contended": others_cpu_share["median"] > others_share_allowed(setting, num_threads, usable_cpus()),
         "layer_mb": shape.layer_bytes / 1e6,
         "sample_mb": num_bytes / 1e6,
         "anchor": anchor.removeprefix(READ),
@@ -90,9 +78,12 @@ def make_row(
     }
 
 
+def others_share_allowed(setting: Setting, num_threads: int, num_cpus: int) -> float:
+    return most_others_share(num_threads, num_cpus, is_stolen=setting.is_stolen)
+
+
 def fraction(row: Row, arm: str) -> float | None:
-    entry = row["arms"].get(arm, {})
-    return entry["fraction_of_read_bw"]["median"] if "fraction_of_read_bw" in entry else None
+    return median_of(row, arm, "fraction_of_read_bw")
 
 
 def best_vllm(row: Row) -> str | None:
@@ -103,9 +94,7 @@ def best_vllm(row: Row) -> str | None:
 
 def over(row: Row, arm: str) -> float | None:
     """How many times as fast as `arm` ours is."""
-    name = best_vllm(row) if arm == BEST_VLLM else arm
-    entry = row["arms"].get(name, {})
-    return entry["ours_is_faster_by"]["median"] if "ours_is_faster_by" in entry else None
+    return median_of(row, best_vllm(row) if arm == BEST_VLLM else arm, "ours_is_faster_by")
 
 
 def tokens_ratio(row: Row, arm: str, other: str) -> float | None:
@@ -117,7 +106,7 @@ def tokens_ratio(row: Row, arm: str, other: str) -> float | None:
 def summarise(rows: list[Row]) -> dict[str, Any]:
     """The median over the rows that each figure is about, except for those measured while others took our CPUs. None
     where no row has the figure, and then why."""
-    clean = [row for row in rows if not row["is_contended"]]
+    clean = undisturbed(rows)
 
     def is_memory(row: Row, block_size: int | None = None) -> bool:
         return row["group"] == "memory" and block_size in (None, row["block_size"])
@@ -145,15 +134,7 @@ def summarise(rows: list[Row]) -> dict[str, Any]:
         "int8_vs_vllm_fp8": (is_memory, lambda r: tokens_ratio(r, "ours int8", "vllm fp8"), "ours int8"),
         "fp8_vs_vllm_fp8": (is_memory, lambda r: tokens_ratio(r, "ours fp8", "vllm fp8"), "ours fp8"),
     }
-    values: dict[str, Any] = {}
-    null_reasons: dict[str, str] = {}
+    summary = Summary()
     for name, (is_about, figure, arm) in figures.items():
-        about = [row for row in clean if is_about(row)]
-        found = [value for row in about if (value := figure(row)) is not None]
-        values[name] = statistics.median(found) if found else None
-        if not found:
-            entries = (row["arms"].get(arm, {}) for row in about)
-            reasons = sorted({entry["null_reason"] for entry in entries if "null_reason" in entry})
-            null_reasons[name] = "; ".join(reasons) or "no such row was measured undisturbed"
-    num_contended = len(rows) - len(clean)
-    return values | {"summary_null_reasons": null_reasons, "num_rows": len(rows), "num_rows_contended": num_contended}
+        summary.add(name, [row for row in clean if is_about(row)], figure, arm)
+    return summary.to_dict(rows)

@@ -40,15 +40,15 @@ from benchmarks.attention_rounds import SETTLE_S, measure, one_core_stolen
 from benchmarks.attention_rows import (
     BEST_VLLM,
     VLLM_OWN_DTYPE,
-    Row,
     best_vllm,
     fraction,
     make_row,
-    most_others_share,
+    others_share_allowed,
     over,
     summarise,
 )
 from benchmarks.attention_shapes import Setting, full_settings, quick_settings
+from benchmarks.round_figures import Row, machine_line
 from benchmarks.vllm_attention import VllmCaches
 from vllm_moe_lightning.host_limits import total_memory_bytes, usable_cpus
 from vllm_moe_lightning.host_probes import torch_threads
@@ -112,7 +112,7 @@ def _measured_row(
             num_rounds,
             settle_s=settle_s,
             has_run_up=has_run_up,
-            most_others_share=most_others_share(setting, num_threads, usable_cpus()),
+            most_others_share=others_share_allowed(setting, num_threads, usable_cpus()),
         )
     return make_row(setting, num_threads, rounds, arms, errors)
 
@@ -145,11 +145,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         if name in result["summary"]["summary_null_reasons"] or isinstance(value, float):
             reason = result["summary"]["summary_null_reasons"].get(name, "")
             console.print(f"  {name:30} {'-' if value is None else f'{value:.2f}'}  {reason}", highlight=False)
-    head = result["machine"]
-    console.print(
-        f"{head['cpu']}, {head['num_cpus']} CPUs, load {head['load_average']:.1f}, torch {head['torch']}, "
-        f"commit {head['commit']}. Not measured: other CPUs, more than one socket."
-    )
+    console.print(machine_line(result["machine"]))
 
 
 def _round_counts(rows: list[Row]) -> str:

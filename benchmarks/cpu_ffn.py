@@ -35,8 +35,9 @@ from benchmarks.ffn_arms import (
     torch_mm_arm,
     vllm_weights,
 )
-from benchmarks.ffn_rows import Row, make_row, median_of, most_others_share, summarise
+from benchmarks.ffn_rows import make_row, summarise
 from benchmarks.ffn_shapes import HUGE_PAGES, Setting, full_settings, quick_settings
+from benchmarks.round_figures import Row, machine_line, median_of, most_others_share
 from vllm_moe_lightning.host_limits import total_memory_bytes, usable_cpus
 from vllm_moe_lightning.host_probes import torch_threads
 from vllm_moe_lightning.kernels.attention import AttentionPool
@@ -128,11 +129,7 @@ def show(result: dict[str, Any], console: Console) -> None:
     for reason in sorted(set(result["summary"]["summary_null_reasons"].values())):
         names = [name for name, why in result["summary"]["summary_null_reasons"].items() if why == reason]
         console.print(f"  no {', '.join(names)}: {reason}", highlight=False)
-    head = result["machine"]
-    console.print(
-        f"{head['cpu']}, {head['num_cpus']} CPUs, load {head['load_average']:.1f}, torch {head['torch']}, "
-        f"commit {head['commit']}. Not measured: other CPUs, more than one socket."
-    )
+    console.print(machine_line(result["machine"]))
 
 
 def _table(rows: list[Row], title: str) -> Table:

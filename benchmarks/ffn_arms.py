@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.ffn_shapes import HUGE_PAGES, Setting
+from benchmarks.round_figures import reads
 from vllm_moe_lightning.kernels import reference_ffn
 from vllm_moe_lightning.kernels.attention import AttentionPool, available_isas
 from vllm_moe_lightning.kernels.expert_ffn import ExpertFfn
-from vllm_moe_lightning.kernels.read_probe import READ_PATTERNS, read_once
+from vllm_moe_lightning.kernels.read_probe import read_once
 
 OURS, TORCH_MM = "ours", "torch.mm"
 # Random values are drawn for this many weights and repeated: drawing gigabytes would take longer than measuring.
@@ -81,10 +82,7 @@ class Batch:
 
 def read_passes(layer: Layer, pool: AttentionPool | None) -> dict[str, Callable[[], object]]:
     """The bound of few tokens: each pattern reads the very weights that our kernel reads."""
-    return {
-        f"read: {pattern}": lambda pattern=pattern: read_once(layer.weights, pattern, pool=pool)  # type: ignore[misc]
-        for pattern in READ_PATTERNS
-    }
+    return reads(lambda pattern: lambda: read_once(layer.weights, pattern, pool=pool))
 
 
 def our_arms(batch: Batch, pool: AttentionPool | None, has_other_isas: bool) -> dict[str, Arm]:

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.attention_rounds import Rounds
 from benchmarks.ffn_arms import OURS, TORCH_MM, Arm
 from benchmarks.ffn_shapes import GEMM_TOKENS, HUGE_PAGES, MEMORY, STREAMED_TOKENS, Setting
-
-READ = "read: "
-# The kernel counts CPU time in ticks: of a short round it cannot tell less.
-MOST_OTHERS_SHARE = 0.1
-
-Row = dict[str, Any]
-
-
-def _spread(values: Iterable[float]) -> dict[str, Any]:
-    ordered = sorted(values)
-    return {"median": statistics.median(ordered), "spread": [ordered[0], ordered[-1]]}
-
-
-def _ratios(numerators: Iterable[float], denominators: Iterable[float]) -> dict[str, Any]:
-    """Each from one round, which holds both close in time."""
-    return _spread(top / bottom for top, bottom in zip(numerators, denominators, strict=True))
-
-
-def most_others_share(num_threads: int, num_cpus: int) -> float:
-    """What others may take of all CPUs: those that we leave to them, and a little of ours."""
-    return 1 - num_threads * (1 - MOST_OTHERS_SHARE) / num_cpus
+from benchmarks.round_figures import (
+    READ,
+    Row,
+    Summary,
+    fastest_read,
+    median_of,
+    most_others_share,
+    ratios,
+    spread,
+    undisturbed,
+)
 
 
 def make_row(
@@ -46,22 +36,22 @@ def make_row(
     shape = setting.shape
     clock = "cpu" if num_threads == 1 else "wall"
     taken_s = {name: each.by(clock) for name, each in rounds.seconds.items()}
-    anchor = min((name for name in taken_s if name.startswith(READ)), key=lambda name: statistics.median(taken_s[name]))
-    others_cpu_share = _spread(rounds.others_cpu_share)
+    anchor = fastest_read(taken_s)
+    others_cpu_share = spread(rounds.others_cpu_share)
     entries: dict[str, Any] = {}
     for name, samples_s in taken_s.items():
         entries[name] = {
-            "gb_per_s": _spread(shape.weight_bytes / each / 1e9 for each in samples_s),
-            "fraction_of_read_bw": _ratios(taken_s[anchor], samples_s),
+            "gb_per_s": spread(shape.weight_bytes / each / 1e9 for each in samples_s),
+            "fraction_of_read_bw": ratios(taken_s[anchor], samples_s),
             "seconds_rounds": samples_s,
         }
         if name in arms:
             entries[name] |= {
                 "note": arms[name].note,
                 "gflops": shape.flops(tokens_per_expert) / statistics.median(samples_s) / 1e9,
-                "fraction_of_torch_mm": _ratios(taken_s[TORCH_MM], samples_s),
+                "fraction_of_torch_mm": ratios(taken_s[TORCH_MM], samples_s),
                 "token_error": errors.get(name),
-                "ours_is_faster_by": _ratios(samples_s, taken_s[OURS]),
+                "ours_is_faster_by": ratios(samples_s, taken_s[OURS]),
             }
     nulls = {name: {"null_reason": arm.null_reason} for name, arm in arms.items() if arm.run is None}
     return {
@@ -84,15 +74,10 @@ def make_row(
     }
 
 
-def median_of(row: Row, arm: str, figure: str) -> float | None:
-    entry = row["arms"].get(arm, {})
-    return entry[figure]["median"] if figure in entry else None
-
-
 def summarise(rows: list[Row]) -> dict[str, Any]:
     """The median over the rows that each figure is about, except for those measured while others took our CPUs. None
     where no row has the figure, and then why. Without a suffix: all threads; `_one_thread`: by its CPU time."""
-    clean = [row for row in rows if not row["is_contended"]]
+    clean = undisturbed(rows)
     # name: (group, tokens per expert, arm, figure)
     figures: dict[str, tuple[str, int, str, str]] = {}
     for tokens in STREAMED_TOKENS:
@@ -103,8 +88,7 @@ def summarise(rows: list[Row]) -> dict[str, Any]:
     for tokens in (*STREAMED_TOKENS, *GEMM_TOKENS):
         figures[f"ffn_vs_vllm_vec_m{tokens}"] = (MEMORY, tokens, "vllm vec", "ours_is_faster_by")
         figures[f"ffn_vs_vllm_amx_m{tokens}"] = (MEMORY, tokens, "vllm amx", "ours_is_faster_by")
-    values: dict[str, Any] = {}
-    null_reasons: dict[str, str] = {}
+    summary = Summary()
     for name, (group, tokens, arm, figure) in figures.items():
         for suffix in ("", "_one_thread"):
             about = [
@@ -112,11 +96,5 @@ def summarise(rows: list[Row]) -> dict[str, Any]:
                 for row in clean
                 if (row["group"], row["tokens_per_expert"], row["num_threads"] == 1) == (group, tokens, bool(suffix))
             ]
-            found = [value for row in about if (value := median_of(row, arm, figure)) is not None]
-            values[name + suffix] = statistics.median(found) if found else None
-            if not found:
-                entries = (row["arms"].get(arm, {}) for row in about)
-                reasons = sorted({entry["null_reason"] for entry in entries if "null_reason" in entry})
-                null_reasons[name + suffix] = "; ".join(reasons) or "no such row was measured undisturbed"
-    num_contended = len(rows) - len(clean)
-    return values | {"summary_null_reasons": null_reasons, "num_rows": len(rows), "num_rows_contended": num_contended}
+            summary.add(name + suffix, about, lambda row, arm=arm, figure=figure: median_of(row, arm, figure), arm)  # type: ignore[misc]
+    return summary.to_dict(rows)
