@@ -6,7 +6,6 @@
 #include <array>
 #include <atomic>
 #include <cmath>
-#include <memory>
 #include <new>
 #include <vector>
 
@@ -89,13 +88,6 @@ AttentionKernel kernel_for(const mol_attention_task& task) {
 
 // ---------------------------------------------------------------- running it
 
-// Made at a thread's first tile, so that its pages lie near the thread's core; nullptr if there is no memory.
-Scratch* own_scratch() {
-  thread_local std::unique_ptr<Scratch> scratch;
-  if (!scratch) scratch.reset(new (std::nothrow) Scratch);
-  return scratch.get();
-}
-
 void append(const mol_attention_task& task) {
   // About 64 KB a piece: a decode step's few tokens are not worth waking a thread for.
   const int64_t token_bytes = 2 * static_cast<int64_t>(task.num_kv_heads) * task.head_dim * 4;
@@ -128,7 +120,7 @@ int32_t attend(const mol_attention_task& task, const AttentionKernel& kernel) {
   std::atomic<bool> lacks_memory{false};
   const int64_t num_pieces = static_cast<int64_t>(plan.pieces.size());
   auto attend_piece = [&](int64_t index) {
-    Scratch* scratch = own_scratch();
+    Scratch* scratch = own_scratch<Scratch>();
     if (scratch == nullptr) {
       lacks_memory = true;
       return;
@@ -139,8 +131,8 @@ int32_t attend(const mol_attention_task& task, const AttentionKernel& kernel) {
   };
   run_pieces(task.pool, num_pieces, attend_piece);
   // This thread may have come to no piece, and joins now.
-  if (lacks_memory || own_scratch() == nullptr) return MOL_ERROR_OUT_OF_MEMORY;
-  for (const Join& join : plan.joins) kernel.join(task, join, *own_scratch(), partials.data());
+  if (lacks_memory || own_scratch<Scratch>() == nullptr) return MOL_ERROR_OUT_OF_MEMORY;
+  for (const Join& join : plan.joins) kernel.join(task, join, *own_scratch<Scratch>(), partials.data());
   return MOL_OK;
 }
 

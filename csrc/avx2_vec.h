@@ -1,16 +1,9 @@
 // The vector operations of AVX2, FMA and F16C: 8 lanes, 16 registers. Included by translation units of that instruction
 // set, into a namespace of theirs, so that no code of one runs in the other.
-struct VecAvx2 {
+struct VecAvx2 : mol::VecDefaults {
   using V = __m256;
   static constexpr int kLanes = 8;
   static constexpr int kSums = 8;
-  template <class C>
-  static constexpr bool kHasDot16Bit = false;
-  template <class C>
-  static constexpr bool kMultipliesIntegers = false;
-  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
-  template <class C>
-  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 

@@ -6,17 +6,10 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
-struct VecAvx512 {
+struct VecAvx512 : mol::VecDefaults {
   using V = __m512;
   static constexpr int kLanes = 16;
   static constexpr int kSums = 16;
-  template <class C>
-  static constexpr bool kHasDot16Bit = false;
-  template <class C>
-  static constexpr bool kMultipliesIntegers = false;
-  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
-  template <class C>
-  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = __is_same(T, mol::BFloat16);
 

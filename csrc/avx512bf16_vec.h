@@ -4,7 +4,7 @@
 
 struct VecAvx512Bf16 : VecAvx512 {
   template <class C>
-  static constexpr bool kHasDot16Bit = false;
+  static constexpr bool kHasDot16Bit = __is_same(C, mol::BFloat16);
   using Bits = __m512bh;
   static Bits load_bits(const uint16_t* p, int num_elements) {
     if (num_elements == 2 * kLanes) return reinterpret_cast<Bits>(_mm512_loadu_si512(p));
@@ -14,5 +14,3 @@ struct VecAvx512Bf16 : VecAvx512 {
   static void keep_in_register(Bits& a) { __asm__("" : "+v"(a)); }
   static V dot(V sum, Bits a, Bits b) { return _mm512_dpbf16_ps(sum, a, b); }
 };
-template <>
-constexpr bool VecAvx512Bf16::kHasDot16Bit<mol::BFloat16> = true;

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <memory>
 #include <new>
 
 #include "ffn_plan.h"
@@ -46,20 +45,13 @@ FfnKernel kernel_for(const mol_expert_ffn_task& task) {
   }
 }
 
-// Made at a thread's first piece, so that its pages lie near the thread's core; nullptr if there is no memory.
-FfnScratch* own_scratch() {
-  thread_local std::unique_ptr<FfnScratch> scratch;
-  if (!scratch) scratch.reset(new (std::nothrow) FfnScratch);
-  return scratch.get();
-}
-
 int32_t run(const mol_expert_ffn_task& task, const FfnKernel& kernel) {
   thread_local FfnWorkspace workspace;
   const FfnPlan plan = workspace.plan(task, kernel, task.pool == nullptr ? 1 : task.pool->num_threads());
   std::atomic<bool> lacks_memory{false};
   auto run_rows = [&](auto piece_kernel, int64_t rows, int64_t rows_per_piece) {
     auto body = [&](int64_t piece) {
-      FfnScratch* scratch = own_scratch();
+      FfnScratch* scratch = own_scratch<FfnScratch>();
       if (scratch == nullptr) {
         lacks_memory = true;
       } else {

@@ -4,7 +4,9 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -58,6 +60,15 @@ void run_pieces(mol_pool* pool, int64_t num_pieces, Body& body) {
   } else {
     pool->run(num_pieces, [](void* context, int64_t piece) { (*static_cast<Body*>(context))(piece); }, &body);
   }
+}
+
+// The calling thread's own, made at its first piece, so that its pages lie near the thread's core; nullptr if there is
+// no memory.
+template <class Scratch>
+Scratch* own_scratch() {
+  thread_local std::unique_ptr<Scratch> scratch;
+  if (!scratch) scratch.reset(new (std::nothrow) Scratch);
+  return scratch.get();
 }
 
 }  // namespace mol

@@ -11,17 +11,10 @@ inline float float_of(uint32_t bits) {
   return x;
 }
 
-struct VecScalar {
+struct VecScalar : mol::VecDefaults {
   using V = float;
   static constexpr int kLanes = 1;
   static constexpr int kSums = 1;
-  template <class C>
-  static constexpr bool kHasDot16Bit = false;
-  template <class C>
-  static constexpr bool kMultipliesIntegers = false;
-  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
-  template <class C>
-  static constexpr float kElementUnit = __is_same(C, mol::Fp8) ? 256.0f : 1.0f;
   template <class T>
   static constexpr bool kIsInterleaved = false;
 

@@ -1,7 +1,20 @@
-// Functions of whole vectors, for any instruction set's vector operations (scalar_vec.h has the plainest ones).
+// What all instruction sets' vector operations share (scalar_vec.h has the plainest ones).
 #pragma once
+#include "elements.h"
 
 namespace mol {
+
+// What an instruction set need not have; one that has it says so under the same name.
+struct VecDefaults {
+  // Whether dot products are taken from elements of C in 16 bits, by dot(); from bytes, by whole numbers.
+  template <class C>
+  static constexpr bool kHasDot16Bit = false;
+  template <class C>
+  static constexpr bool kMultipliesIntegers = false;
+  // Fp8 elements are widened through float16, whose exponent is biased by 8 more.
+  template <class C>
+  static constexpr float kElementUnit = __is_same(C, Fp8) ? 256.0f : 1.0f;
+};
 
 // exp(x) for x <= 0, to 2 units in the last place; 0 below the smallest normal number; NaN stays NaN.
 // x = n ln 2 + r, the polynomial is the classic Cephes one for exp(r), |r| <= ln(2) / 2.

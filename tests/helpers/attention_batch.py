@@ -10,6 +10,7 @@ import torch
 
 from vllm_moe_lightning.kernels import reference
 from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
+from vllm_moe_lightning.kernels.quantised_cache import QuantisedCache
 
 SENTINEL = 123.0
 GUARD = 64  # elements between tokens, before the first and behind the last
@@ -82,9 +83,17 @@ class Batch:
             self.query, cache, self.block_table, self.query_start, self.seq_lens, **self.options
         )
 
-    def task(self, output: torch.Tensor, isa: str, pool: AttentionPool | None = None) -> AttentionTask:
+    def task(
+        self,
+        output: torch.Tensor,
+        isa: str,
+        pool: AttentionPool | None = None,
+        *,
+        kv_cache: QuantisedCache | None = None,  # in place of the batch's own
+        log_sum_exp: torch.Tensor | None = None,
+    ) -> AttentionTask:
         return AttentionTask(
-            self.kv_cache,
+            self.kv_cache if kv_cache is None else kv_cache,
             query=self.query,
             output=output,
             block_table=self.block_table,
@@ -93,6 +102,7 @@ class Batch:
             key=self.key,
             value=self.value,
             slot_mapping=self.slot_mapping,
+            log_sum_exp=log_sum_exp,
             isa=isa,
             pool=pool,
             **self.options,

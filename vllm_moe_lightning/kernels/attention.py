@@ -7,6 +7,7 @@ D head_dim, B block_size, N blocks.
 """
 
 import ctypes
+import functools
 import math
 from collections.abc import Sequence
 from types import TracebackType
@@ -48,6 +49,7 @@ def supported_head_dims() -> tuple[int, ...]:
     return tuple(range(HEAD_DIM_STEP, MAX_HEAD_DIM + 1, HEAD_DIM_STEP))
 
 
+@functools.cache  # asked for each task
 def available_isas() -> tuple[str, ...]:
     """The instruction sets that are compiled in and that this CPU and OS can run, by name, oldest first."""
     library = native.library()

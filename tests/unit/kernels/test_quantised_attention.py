@@ -61,21 +61,7 @@ def run(
     """(output, log_sum_exp)"""
     output = torch.full(batch.query.shape, 9.0, dtype=batch.query.dtype)
     log_sum_exp = torch.full(batch.query.shape[:2], 9.0)
-    AttentionTask(
-        cache,
-        query=batch.query,
-        output=output,
-        block_table=batch.block_table,
-        query_start=batch.query_start,
-        seq_lens=batch.seq_lens,
-        key=batch.key,
-        value=batch.value,
-        slot_mapping=batch.slot_mapping,
-        log_sum_exp=log_sum_exp,
-        isa=isa,
-        pool=pool,
-        **batch.options,
-    ).run()
+    batch.task(output, isa, pool, kv_cache=cache, log_sum_exp=log_sum_exp).run()
     return output, log_sum_exp
 
 

@@ -65,22 +65,9 @@ def test_two_parts_merged_by_their_log_sum_exp_are_the_whole(isa: str) -> None:
 
 @all_isas
 def test_log_sum_exp_counts_sinks_and_is_minus_infinity_without_context(isa: str) -> None:
-    batch = Batch(Case(seq_lens=(1, 0), query_lens=(1, 1), num_heads=2, num_kv_heads=1, dtype=torch.float32))
-    log_sum_exp, sinks = torch.empty(2, 2), torch.tensor([0.5, -1.0])
-    AttentionTask(
-        batch.kv_cache,
-        query=batch.query,
-        output=torch.empty_like(batch.query),
-        block_table=batch.block_table,
-        query_start=batch.query_start,
-        seq_lens=batch.seq_lens,
-        key=batch.key,
-        value=batch.value,
-        slot_mapping=batch.slot_mapping,
-        sinks=sinks,
-        log_sum_exp=log_sum_exp,
-        isa=isa,
-    ).run()
+    case = Case(seq_lens=(1, 0), query_lens=(1, 1), num_heads=2, num_kv_heads=1, dtype=torch.float32, has_sinks=True)
+    batch, log_sum_exp = Batch(case), torch.empty(2, 2)
+    batch.task(torch.empty_like(batch.query), isa, log_sum_exp=log_sum_exp).run()
     logits = (batch.query[0] * batch.key[0]).sum(dim=-1) * batch.case.head_dim**-0.5
-    torch.testing.assert_close(log_sum_exp[0], torch.logaddexp(logits, sinks), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(log_sum_exp[0], torch.logaddexp(logits, batch.sinks), rtol=1e-5, atol=1e-5)
     assert (log_sum_exp[1] == -torch.inf).all()
