@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -23,6 +24,8 @@ from tests.helpers.server import Server, serve_command, serve_environment, servi
 
 pytestmark = pytest.mark.integration
 TWO_RANKS = ("--tensor-parallel-size", "2", "--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8")
+# A sweep takes some 75 ms: a stream of 500 tokens goes on long after its first one has been seen.
+SLOW_LINK = json.dumps({"moe_lightning": {"num_resident_layers": 0, "h2d_gb_per_s": 0.1}})
 # B32 asks for 10 s; a busy machine gets some more, far from the five minutes that a rank waits for another.
 SOON_S = 30
 
@@ -75,9 +78,8 @@ def test_when_a_rank_is_killed_requests_fail_and_no_process_or_shared_memory_sta
     """B32, at its hardest: the rank that vLLM does not listen to, while the other one waits for it in a collective."""
     shared_memory, folders = set(os.listdir("/dev/shm")), tmp_path / "tmp"
     folders.mkdir()
-    with serving(
-        tmp_path / "log", *TWO_RANKS, env={"TMPDIR": str(folders), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
-    ) as server:
+    environment = {"TMPDIR": str(folders), "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    with serving(tmp_path / "log", *TWO_RANKS, "--additional-config", SLOW_LINK, env=environment) as server:
         client = openai.OpenAI(base_url=server.base_url + "/v1", api_key="none", max_retries=0, timeout=120)
         stream = client.completions.create(
             model="shakespeare", prompt="ROMEO:", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
