@@ -179,7 +179,7 @@ class DecoderEngine:
                     lambda: self.model.forward(token_ids, positions, no_attention, self.executor.layer_entry), None
                 )
             ],
-            with_attention=False,
+            is_dummy=True,
         )
         return hidden
 

@@ -15,6 +15,7 @@ OPTIONS_KEY = "moe_lightning"
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
 AdmissionMode = Literal["worst_case", "expected", "vllm"]
+AttentionPlace = Literal["auto", "cpu", "device"]
 FaultKind = Literal["raise", "error", "hang", "end_thread"]
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -61,12 +62,19 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     prefill_tokens_per_sweep: PositiveInt | None = None
     """Most prompt tokens that a sweep takes beside its decode tokens."""
     kv_cache_gib: PositiveFloat | None = None
-    """Host memory for keys and values, of each rank."""
+    """Memory for keys and values, of each rank: the host's, or with attention on the device the device's."""
     num_micro_batches: Annotated[int, msgspec.Meta(ge=1, le=64)] | None = None
     """Without planner: 4."""
     lookahead: PositiveInt = 2
     """How many micro-batches the pre-attention work runs ahead of the post-attention work (2 in the paper)."""
     schedule: ScheduleName = "cgopipe"
+    attention: AttentionPlace = "auto"
+    """`cpu`: over a cache in host memory, overlapped by the schedule. `device`: by vLLM's own backend, over a cache in
+    device memory, so that only weights are paged. `auto`: whichever is predicted to be faster; unplanned, the CPU."""
+    prefill_attention: AttentionPlace = "auto"
+    """Of prompts without cached context, where `attention` is on the CPU. `device`: from the keys and values at hand;
+    only these go down to the cache. `auto`: the device on CUDA, the CPU on the emulated device. Rows with context
+    (later chunks of a prompt, prefix hits) are the CPU's."""
     num_resident_layers: NonNegativeInt | None = None
     """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
     admission: AdmissionMode = "worst_case"
@@ -124,7 +132,25 @@ def parse_options(raw: object) -> MoeLightningConfig:
     ignored = [name for name in PLANNER_ONLY if getattr(config, name) is not None]
     if config.planner == "off" and ignored:
         raise ValueError(f"{OPTIONS_KEY}: with planner 'off' nobody reads {ignored}; drop them, or the planner option")
+    if config.attention == "device":
+        _refuse_what_needs_attention_on_the_cpu(config)
     return config
+
+
+def _refuse_what_needs_attention_on_the_cpu(config: MoeLightningConfig) -> None:
+    """With attention inside of the model's forward there is nothing to overlap with it: one micro-batch, one order."""
+    if config.num_micro_batches not in (None, 1):
+        raise ValueError(
+            f"{OPTIONS_KEY}.num_micro_batches: {config.num_micro_batches} with attention on the device, which runs a "
+            "step as one; drop one of the two"
+        )
+    if config.schedule != "cgopipe":
+        raise ValueError(
+            f"{OPTIONS_KEY}.schedule: {config.schedule!r} orders attention outside of the model, and attention is "
+            "'device'; drop one of the two (s4 is attention on the device over a cache in host memory)"
+        )
+    if config.prefill_attention == "cpu":
+        raise ValueError(f"{OPTIONS_KEY}.prefill_attention: 'cpu' with attention 'device'; drop one of the two")
 
 
 def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:

@@ -47,7 +47,9 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Work of a query token outside of attention, in units of a context token that attention reads: what balances the
     micro-batches."""
     kv_bytes: int
-    """Host memory for keys and values, per rank."""
+    """Memory for keys and values, per rank: the host's, or with attention on the device the device's."""
+    attention_on_device: bool = False
+    """By vLLM's own backend, so that only weights are paged."""
     num_resident_layers: int
     block_size: int = 0
     """Tokens per KV block; 0 where the plan does not say."""

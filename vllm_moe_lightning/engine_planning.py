@@ -2,7 +2,7 @@
 
 Values that the user gave stand, and are refused with need and have where they do not fit; the others are solved for
 (policy/search). The search is held to what the engine runs: attention on the CPU (or by schedule s4 on the device,
-with the cache on the host), experts on the device, no disk.
+with the cache on the host), or attention and the cache on the device; experts on the device, no disk.
 """
 
 from __future__ import annotations
@@ -53,13 +53,14 @@ class PlannedEngine:
 
 
 class EnginePlanning:
-    """One engine's planning, of one rank; collects reasons on its way.
+    """One engine's planning, of one rank, with attention in one place; collects reasons on its way.
 
     Raises PolicyInfeasibleError or ValueError with need, have and cure, UnsupportedError for what ranks cannot share.
     """
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineRequest, *, attention_on_device: bool = False) -> None:
         self.request = request
+        self.attention_on_device = attention_on_device
         self.spec = model_of_rank(request.spec, request.num_ranks)
         machine = machine_under_options(machine_of_rank(request.profile, request.num_ranks), request.options)
         self.machine = replace_struct(machine, disk=None)  # the engine's pages come from host memory only
@@ -86,11 +87,12 @@ class EnginePlanning:
         return PlanLimits(
             max_num_seqs=bound,
             fill_max_num_seqs=given is not None and given == bound,
-            num_micro_batches=options.num_micro_batches,
+            num_micro_batches=1 if self.attention_on_device else options.num_micro_batches,
             num_resident_layers=options.num_resident_layers,
-            attention_on_gpu=options.schedule == "s4",
+            attention_on_gpu=self.attention_on_device or options.schedule == "s4",
             ffn_on_gpu=True,
-            kv_on_host=True,
+            kv_on_host=not self.attention_on_device,
+            kv_on_device=self.attention_on_device,
             # Of no effect on the steady state, but says that no sweep parks its hidden states on the host.
             prefill_tokens_per_sweep=options.prefill_tokens_per_sweep or 1,
             lookahead=options.lookahead,
@@ -247,6 +249,7 @@ class EnginePlanning:
             max_num_seqs=num_seqs,
             max_num_batched_tokens=given.max_num_batched_tokens or num_seqs + max(prefill, int(room)),
             prefill_tokens_per_sweep=prefill,
+            attention_on_device=self.attention_on_device,
             num_micro_batches=choice.num_micro_batches,
             micro_batch_size=-(-in_flight // choice.num_micro_batches),
             query_token_cost=query_token_cost(self.spec, self.machine, choice, steady_load(work, choice)),
@@ -262,6 +265,7 @@ class EnginePlanning:
             reasons={
                 "max_num_seqs": GIVEN if given.max_num_seqs else PLANNED,
                 "max_num_batched_tokens": GIVEN if given.max_num_batched_tokens else f"planned: {room_reason}",
+                "attention": PLANNED if options.attention == "auto" else GIVEN,
                 "num_micro_batches": GIVEN if options.num_micro_batches else PLANNED,
                 "num_resident_layers": PLANNED if options.num_resident_layers is None else GIVEN,
                 "prefill_tokens_per_sweep": GIVEN if options.prefill_tokens_per_sweep else PLANNED,

@@ -14,6 +14,8 @@ import torch
 from vllm_moe_lightning.kernels.quantised_cache import QuantisedCache
 from vllm_moe_lightning.kv_cache_type import ElementKind, row_bytes
 
+PREFERRED_BLOCK_SIZE = 128  # tokens: long runs of K and V for the kernel; what vLLM's CPU platform takes too
+
 
 @dataclass(frozen=True)
 class HostKvCache:

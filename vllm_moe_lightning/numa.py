@@ -39,6 +39,14 @@ def nodes_of(cpus: Iterable[int], root: Path = ROOT) -> dict[int, int]:
     return {cpu: node_of.get(cpu, 0) for cpu in cpus}
 
 
+def cpus_of_rank(cpus: Sequence[int], rank: int, num_ranks: int, root: Path = ROOT) -> list[int]:
+    """An even share of the CPUs, of as few nodes as can be: GPUs are numbered along the buses, as nodes are."""
+    node_of = nodes_of(cpus, root)
+    ordered = sorted(cpus, key=lambda cpu: (node_of[cpu], cpu))
+    begin, end = (len(ordered) * index // num_ranks for index in (rank, rank + 1))
+    return sorted(ordered[begin:end]) or ordered[:1]
+
+
 def interleave(address: int, num_bytes: int, nodes: Sequence[int]) -> None:
     """Spread the pages that lie wholly in the range over the nodes, moving those that are there already.
 

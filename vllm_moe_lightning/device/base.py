@@ -133,6 +133,7 @@ class Device(ABC):
     """One accelerator (or the emulation of one) with its streams and its memory."""
 
     kind: str  # "emulated" or "cuda"
+    torch_device: torch.device  # of frames, and of the model's tensors
     compute: ComputeStream
     d2h: CopyStream
     h2d: CopyStream

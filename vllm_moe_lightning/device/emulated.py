@@ -5,6 +5,7 @@ the copies by sleeping, a memory budget makes "does not fit" happen as on a GPU,
 missing wait visible: `lazy` and `jitter` timing, `poison`, and the hazard checker.
 """
 
+import contextlib
 import mmap
 from collections import deque
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ class EmulatedDevice(Device):
     """
 
     kind = "emulated"
+    torch_device = torch.device("cpu")
 
     def __init__(
         self,
@@ -126,6 +128,8 @@ class EmulatedDevice(Device):
         if num_bytes == 0:
             return Buffer(name, torch.empty(0, dtype=torch.uint8))
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, nothing else
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         return Buffer(name, torch.frombuffer(mapping, dtype=torch.uint8))
 
     @property

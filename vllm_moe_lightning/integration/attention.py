@@ -19,12 +19,13 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.registry import register_backend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.integration.platform import attention_backend
 from vllm_moe_lightning.kernels.attention import supported_head_dims
-from vllm_moe_lightning.kv_cache import HostKvCache
+from vllm_moe_lightning.kv_cache import PREFERRED_BLOCK_SIZE, HostKvCache
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES, row_bytes
 from vllm_moe_lightning.pipeline.attention import AttentionOptions, AttentionRequest, AttentionRows
 from vllm_moe_lightning.pipeline.coroutine import yield_to_executor
@@ -46,20 +47,26 @@ class HostAttentionMetadata:
     def num_actual_tokens(self) -> int:
         return self.rows.num_tokens
 
-    def select(self, rows: Sequence[int], tokens: torch.Tensor) -> HostAttentionMetadata:
-        """The metadata of some rows, whose tokens stand at the indices `tokens` of the step."""
-        index = torch.tensor(rows)
-        query_lens = tuple(self.query_lens[row] for row in rows)
+    def select(self, rows: Sequence[int], on_device: Sequence[int], tokens: torch.Tensor) -> HostAttentionMetadata:
+        """The metadata of some rows, and of others behind them that the device attends to, whose tokens stand at the
+        indices `tokens` of the step."""
+        num_tokens = sum(self.query_lens[row] for row in rows)
+        prompts = self._rows(on_device, tokens[num_tokens:]) if on_device else None
+        order = (*rows, *on_device)
         return HostAttentionMetadata(
-            AttentionRows(
-                block_table=self.rows.block_table[index],
-                query_start=_starts(query_lens),
-                seq_lens=self.rows.seq_lens[index],
-                slot_mapping=self.rows.slot_mapping[tokens],
-            ),
-            query_lens,
-            tuple(self.seq_lens[row] for row in rows),
+            replace(self._rows(rows, tokens[:num_tokens]), on_device=prompts),
+            tuple(self.query_lens[row] for row in order),
+            tuple(self.seq_lens[row] for row in order),
             self.block_size,
+        )
+
+    def _rows(self, rows: Sequence[int], tokens: torch.Tensor) -> AttentionRows:
+        index = torch.tensor(rows, dtype=torch.int64)
+        return AttentionRows(
+            block_table=self.rows.block_table[index],
+            query_start=_starts([self.query_lens[row] for row in rows]),
+            seq_lens=self.rows.seq_lens[index],
+            slot_mapping=self.rows.slot_mapping[tokens],
         )
 
 
@@ -85,19 +92,34 @@ class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadat
             raise UnsupportedError("moe_lightning supports causal attention only; run this model without --worker-cls")
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].to(torch.int32, copy=True)
         query_lens = tuple((starts[1:] - starts[:-1]).tolist())
-        # The runner reuses these buffers for the next step; ours may still be read then.
-        seq_lens = common.seq_lens[: common.num_reqs].to("cpu", torch.int32, copy=True)
+        num_columns = -(-common.max_seq_len // self._block_size)
+        seq_lens, block_table, slot_mapping = _copies_on_host(
+            common.seq_lens[: common.num_reqs],
+            common.block_table_tensor[: common.num_reqs, :num_columns],
+            common.slot_mapping[: int(starts[-1])],
+        )
+        seq_lens = seq_lens.to(torch.int32)
         return HostAttentionMetadata(
             AttentionRows(
-                block_table=common.block_table_tensor[: common.num_reqs].to("cpu", torch.int32, copy=True),
+                block_table=block_table.to(torch.int32),
                 query_start=starts,
                 seq_lens=seq_lens,
-                slot_mapping=common.slot_mapping[: int(starts[-1])].to("cpu", torch.int64, copy=True),
+                slot_mapping=slot_mapping,
             ),
             query_lens,
             tuple(seq_lens.tolist()),
             self._block_size,
         )
+
+
+def _copies_on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """int64, and our own: the runner reuses its buffers for the next step, when ours may still be read. From a GPU in
+    one copy, which is all that a step waits for there."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.to(torch.int64, copy=True) for tensor in tensors]
+    packed = torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in tensors]).cpu()
+    pieces = packed.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def _refuse_other_pages(spec: Any, layer_name: str) -> None:
@@ -147,7 +169,7 @@ class HostAttentionImpl(AttentionImpl[HostAttentionMetadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.cache_kind = QUANTISED_TYPES.get(kv_cache_dtype)
         self.sliding_window = sliding_window
-        self._options = AttentionOptions(
+        self.options = AttentionOptions(
             scale=self.scale,
             sliding_window=sliding_window or 0,
             soft_cap=logits_soft_cap or 0.0,
@@ -194,20 +216,20 @@ class HostAttentionImpl(AttentionImpl[HostAttentionMetadata]):
         return output
 
     def _options_in_host_memory(self) -> AttentionOptions:
-        sinks = self._options.sinks
+        sinks = self.options.sinks
         if sinks is None or (sinks.dtype == torch.float32 and sinks.device.type == "cpu"):
-            return self._options
-        self._options = AttentionOptions(
-            self._options.scale,
-            self._options.sliding_window,
-            self._options.soft_cap,
+            return self.options
+        self.options = AttentionOptions(
+            self.options.scale,
+            self.options.sliding_window,
+            self.options.soft_cap,
             sinks.to("cpu", torch.float32),
         )
-        return self._options
+        return self.options
 
 
 class HostAttentionBackend(AttentionBackend):
-    """Takes the place of CPU_ATTN on the CPU build."""
+    """Takes the place of CPU_ATTN on the CPU build, and is CUSTOM elsewhere."""
 
     forward_includes_kv_cache_update = True  # appending K and V is part of the host task
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -215,7 +237,7 @@ class HostAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        return "CPU_ATTN"
+        return attention_backend().name
 
     @staticmethod
     def get_impl_cls() -> type[HostAttentionImpl]:
@@ -228,6 +250,10 @@ class HostAttentionBackend(AttentionBackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         return [MultipleOf(16)]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return PREFERRED_BLOCK_SIZE
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
@@ -254,9 +280,13 @@ class HostAttentionBackend(AttentionBackend):
         return True
 
 
-def register_host_attention() -> None:
-    """Before the model is built, in the process that builds it. Idempotent."""
+def register_host_attention(*, is_used: bool) -> None:
+    """Before the model is built, in the process that builds it. Idempotent. Not `is_used`: vLLM's own is, again."""
+    backend = attention_backend()
+    backend.clear_override()  # of an engine that was here before
+    if not is_used:
+        return
     register_backend(
-        AttentionBackendEnum.CPU_ATTN,
+        backend,
         f"{HostAttentionBackend.__module__}.{HostAttentionBackend.__qualname__}",
     )

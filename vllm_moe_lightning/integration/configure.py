@@ -18,9 +18,11 @@ from vllm_moe_lightning.checkpoint import check_checkpoint
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_options
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.exposition import open_metrics
 from vllm_moe_lightning.integration.planning import model_spec_of, plan
+from vllm_moe_lightning.integration.platform import attention_backend, is_cuda, worker_base
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
@@ -42,7 +44,10 @@ def options_in_force(vllm_config: Any) -> MoeLightningConfig:
     if planned is None:
         return options
     return replace(
-        options, num_micro_batches=planned.num_micro_batches, num_resident_layers=planned.num_resident_layers
+        options,
+        num_micro_batches=planned.num_micro_batches,
+        num_resident_layers=planned.num_resident_layers,
+        attention="device" if planned.attention_on_device else "cpu",
     )
 
 
@@ -50,7 +55,7 @@ def configure(vllm_config: Any) -> None:
     """Amend `vllm_config` in place: the planned limits, worker and scheduler class, eager mode."""
     require_ledger()
     options = options_of(vllm_config)
-    _refuse_conflicts(vllm_config, options.planner)
+    _refuse_conflicts(vllm_config, options)
     _refuse_device(options)
     resolve_isa("auto")  # attention needs AVX2 or AVX-512, and the native library
     _check_checkpoint(vllm_config)
@@ -67,6 +72,9 @@ def configure(vllm_config: Any) -> None:
     if not vllm_config.model_config.enforce_eager:
         logger.info("moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)")
         vllm_config.model_config.enforce_eager = True
+    if is_cuda() and options_in_force(vllm_config).attention != "device":
+        vllm_config.attention_config.backend = attention_backend()
+        register_host_attention(is_used=True)  # vLLM asks the backend for its block sizes in this process too
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     open_metrics(vllm_config)
@@ -106,18 +114,28 @@ def _check_checkpoint(vllm_config: Any) -> None:
 
 def _refuse_device(options: MoeLightningConfig) -> None:
     wanted = options.device
-    if current_platform.is_cpu():
-        if wanted == "cuda":
-            raise UnsupportedError("moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option")
-        return
-    raise UnsupportedError(
-        "moe_lightning runs on vLLM's CPU build so far (device 'emulated'); the device for "
-        f"{current_platform.device_name!r} is not finished; drop --worker-cls to run stock vLLM"
+    worker_base()  # names a platform that we do not run on
+    if current_platform.is_cpu() and wanted == "cuda":
+        raise UnsupportedError("moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option")
+    if is_cuda():
+        _refuse_on_cuda(options)
+
+
+def _refuse_on_cuda(options: MoeLightningConfig) -> None:
+    if options.device == "emulated":
+        raise UnsupportedError("moe_lightning.device is 'emulated', but this vLLM is a CUDA build; drop the option")
+    if given := [name for name in ("h2d_gb_per_s", "d2h_gb_per_s") if getattr(options, name) is not None]:
+        raise UnsupportedError(
+            f"moe_lightning.{given[0]} paces the emulated link; a GPU's has the speed it has: drop it"
+        )
+    logger.warning(
+        "moe_lightning: the CUDA path has passed every check that needs no GPU, and has not been run on one by its "
+        "developers; run benchmarks/gpu_check.py, and `vllm-moe-lightning check` with your model, before you rely on it"
     )
 
 
-def _refuse_conflicts(vllm_config: Any, planner: str) -> None:
-    for condition, what, cure in _conflicts(vllm_config, planner):
+def _refuse_conflicts(vllm_config: Any, options: MoeLightningConfig) -> None:
+    for condition, what, cure in _conflicts(vllm_config, options):
         if condition:
             raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
 
@@ -128,10 +146,10 @@ def _has_experts(model_config: Any) -> bool:
     return bool(model_config.is_moe or getattr(ffn_config, "moe_num_experts", 0))
 
 
-def _conflicts(vllm_config: Any, planner: str) -> list[tuple[bool, str, str]]:
+def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool, str, str]]:
     """(refused, what, cure) for each feature outside the first version."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
-    offload = vllm_config.offload_config
+    offload, on_device = vllm_config.offload_config, options.attention == "device"
     return [
         (
             offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
@@ -164,7 +182,7 @@ def _conflicts(vllm_config: Any, planner: str) -> list[tuple[bool, str, str]]:
             "start one engine per replica",
         ),
         (
-            planner == "auto" and parallel._api_process_count > 1,
+            options.planner == "auto" and parallel._api_process_count > 1,
             "planning with several API servers, each of which would plan for itself",
             "drop --api-server-count, or set moe_lightning.planner to 'off'",
         ),
@@ -172,7 +190,11 @@ def _conflicts(vllm_config: Any, planner: str) -> list[tuple[bool, str, str]]:
         (parallel.enable_eplb, "expert load balancing", "drop --enable-eplb"),
         (parallel.enable_dbo, "dual batch overlap", "drop --enable-dbo"),
         (vllm_config.kv_transfer_config is not None, "KV connectors", "drop --kv-transfer-config"),
-        (model.use_mla, "multi-head latent attention", "run this model without --worker-cls"),
+        (
+            model.use_mla and not on_device,
+            "multi-head latent attention on the CPU",
+            "set moe_lightning.attention to 'device', or run this model without --worker-cls",
+        ),
         (model.is_encoder_decoder, "encoder-decoder models", "run this model without --worker-cls"),
         (model.is_multimodal_model, "multimodal models", "run this model without --worker-cls"),
         (
@@ -181,7 +203,13 @@ def _conflicts(vllm_config: Any, planner: str) -> list[tuple[bool, str, str]]:
             "run without --worker-cls",
         ),
         (
-            cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *QUANTISED_TYPES),
+            on_device and cache.cache_dtype in QUANTISED_TYPES,
+            f"a KV cache of type {cache.cache_dtype} with attention on the device",
+            "drop moe_lightning.attention, or --kv-cache-dtype",
+        ),
+        (
+            not on_device
+            and cache.cache_dtype not in ("auto", str(model.dtype).removeprefix("torch."), *QUANTISED_TYPES),
             f"a KV cache of type {cache.cache_dtype} with a model of type {model.dtype}",
             f"leave --kv-cache-dtype at the model's own type, or give {' or '.join(QUANTISED_TYPES)}",
         ),
@@ -191,7 +219,7 @@ def _conflicts(vllm_config: Any, planner: str) -> list[tuple[bool, str, str]]:
             "drop --kv-cache-dtype-skip-layers",
         ),
         (
-            model.get_head_size() not in supported_head_dims(),
+            not on_device and model.get_head_size() not in supported_head_dims(),
             f"attention heads of size {model.get_head_size()} (multiples of 8 up to 256 are)",
             "run this model without --worker-cls",
         ),

@@ -33,8 +33,11 @@ class _Share:
 class PipelinedForward:
     """Callable in place of `model.forward`."""
 
-    def __init__(self, model: torch.nn.Module, vllm_config: Any, executor: PipelineExecutor) -> None:
+    def __init__(
+        self, model: torch.nn.Module, vllm_config: Any, executor: PipelineExecutor, *, prefill_on_device: bool = False
+    ) -> None:
         self._forward = model.forward
+        self._prefill_on_device = prefill_on_device
         self._vllm_config = vllm_config
         self._executor = executor
         self._plan = plan_of(vllm_config)
@@ -57,7 +60,8 @@ class PipelinedForward:
         outer = get_forward_context()
         metadata = outer.attn_metadata
         is_dummy = not (isinstance(metadata, dict) and metadata)
-        shares = [_Share(None, outer, None)] if is_dummy else self._split(outer, metadata, positions)
+        is_whole = is_dummy or self._executor.policy.attention_on_device  # else the metadata is ours, and can be cut
+        shares = [_Share(None, outer, None)] if is_whole else self._split(outer, metadata, positions)
 
         def body_of(share: _Share) -> Callable[[], torch.Tensor]:
             def body() -> torch.Tensor:
@@ -82,7 +86,7 @@ class PipelinedForward:
             for share in shares
         ]
         try:
-            results = self._executor.run_sweep(micro_batches, with_attention=not is_dummy)
+            results = self._executor.run_sweep(micro_batches, is_dummy=is_dummy)
         finally:
             vllm.forward_context._forward_context = outer
         if shares[0].tokens is None:
@@ -105,15 +109,17 @@ class PipelinedForward:
         places, linked = self._splitter.split(StepRows(query_lens, seq_lens, tables), count)
         groups = [[occupied[i] for i in rows] for rows in places]
         counters.same_step_prefix_hits += linked
-        counters.rows += len(occupied)
-        counters.tokens += sum(query_lens)
         counters.steps[f"{_kind(query_lens, seq_lens)} x{len(groups)}"] += 1
-        if len(groups) == 1:
+        prompts = self._prompts_for_the_device(first, occupied)
+        if len(groups) == 1 and not prompts:
             return [_Share(None, outer, first)]
         shares = []
         for rows in groups:
-            tokens = _tokens_of(first, rows)
-            selected = {key: entry.select(rows, tokens) for key, entry in distinct.items()}
+            on_device = [row for row in rows if row in prompts]
+            attended = [row for row in rows if row not in prompts]
+            tokens = _tokens_of(first, attended + on_device)
+            at_hand = _beside(positions, tokens)
+            selected = {key: entry.select(attended, on_device, tokens) for key, entry in distinct.items()}
             by_layer = {name: selected[id(entry)] for name, entry in metadata.items()}
             context = create_forward_context(
                 by_layer,
@@ -122,14 +128,25 @@ class PipelinedForward:
                 slot_mapping={name: entry.rows.slot_mapping for name, entry in by_layer.items()},
                 additional_kwargs=outer.additional_kwargs,
             )
-            shares.append(_Share(tokens, context, next(iter(by_layer.values()))))
+            shares.append(_Share(at_hand, context, next(iter(by_layer.values()))))
         return shares
+
+    def _prompts_for_the_device(self, metadata: HostAttentionMetadata, rows: list[int]) -> set[int]:
+        """Rows without context: all that they attend to is computed in this very step."""
+        if not self._prefill_on_device or self._executor.policy.schedule == "s4":  # whose frames hold every row
+            return set()
+        return {row for row in rows if metadata.query_lens[row] == metadata.seq_lens[row]}
 
     def _num_micro_batches(self, num_tokens: int) -> int:
         """As planned, unless the count was changed since."""
         plan, most = self._plan, self._executor.policy.num_micro_batches
         is_planned = plan is not None and plan.num_micro_batches == most
         return micro_batch_count(num_tokens, most, plan.micro_batch_size if plan and is_planned else None)
+
+
+def _beside(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """`index` where `tensor` lies; the host waits for no copy of it."""
+    return index if tensor.device.type == "cpu" else index.pin_memory().to(tensor.device, non_blocking=True)
 
 
 def _tokens_of(metadata: HostAttentionMetadata, rows: list[int]) -> torch.Tensor:

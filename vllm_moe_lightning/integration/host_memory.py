@@ -9,6 +9,7 @@ memory would hold them twice.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,22 @@ def freed_tensors_leave_the_process() -> Iterator[None]:
         yield
     finally:
         _set_mmap_threshold(RUNNING_THRESHOLD_BYTES)
+
+
+@contextmanager
+def packed_experts_stay_pageable() -> Iterator[None]:
+    """vLLM packs experts on the GPU and brings them back into pinned memory, which torch keeps for good: they would be
+    held twice, since ours are pinned in pages of our own."""
+    name = "VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _set_mmap_threshold(num_bytes: int) -> None:

@@ -87,6 +87,11 @@ def expert_parameters(decoder_layer: torch.nn.Module) -> list[torch.nn.Parameter
     return [parameter for module in modules for parameter in module.parameters()]
 
 
+def expert_buffers(decoder_layer: torch.nn.Module) -> list[torch.Tensor]:
+    modules = (module for module in decoder_layer.modules() if isinstance(module, RoutedExperts))
+    return [buffer for module in modules for buffer in module.buffers()]
+
+
 def _other_bytes(decoder_layer: torch.nn.Module) -> int:
     of_experts = {id(p) for p in expert_parameters(decoder_layer)}
     return sum(p.nbytes for p in decoder_layer.parameters() if id(p) not in of_experts)

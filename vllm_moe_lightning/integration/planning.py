@@ -23,6 +23,7 @@ from vllm_moe_lightning.hardware_presets import GPU_PRESETS, preset_profile
 from vllm_moe_lightning.host_limits import available_memory_bytes
 from vllm_moe_lightning.integration.given_limits import given_limits
 from vllm_moe_lightning.integration.register import STEPPED_ASIDE_KEY
+from vllm_moe_lightning.kv_cache import PREFERRED_BLOCK_SIZE
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
 from vllm_moe_lightning.model_config import spec_from_config
 from vllm_moe_lightning.model_spec import MoeModelSpec
@@ -33,12 +34,10 @@ from vllm_moe_lightning.tensor_parallel import model_of_rank
 
 logger = init_logger("vllm.vllm_moe_lightning.planning")
 
-BLOCK_SIZE = 128  # tokens: what vLLM's CPU platform takes too; long runs of K and V for the attention kernel
-
-
 # A model that fits is paged only if that is predicted to be so much faster: compiled graphs, which stock vLLM has and
 # we do not, are in no cost model.
 WORTH_PAGING = 1.5
+WORTH_DEVICE_ATTENTION = 1.05  # what it must gain: its batch is bounded by device memory, whatever lengths come
 STOCK_KV_SHARE = 0.8  # of the memory that is free, for the cache of a stock run on the CPU build
 
 DESCRIBE_ONLY = frozenset(
@@ -55,7 +54,7 @@ def request_of(vllm_config: Any, options: MoeLightningConfig) -> EngineRequest:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     spec = model_spec_of(model).with_kv_cache_dtype(cache.cache_dtype)
     num_ranks = parallel.tensor_parallel_size
-    block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
+    block_size = cache.block_size if cache.user_specified_block_size else PREFERRED_BLOCK_SIZE
     block_bytes = block_size * model_of_rank(spec, num_ranks).kv_bytes_per_token
     return EngineRequest(
         spec=spec,
@@ -132,6 +131,7 @@ def write_plan(vllm_config: Any, planned: PlannedEngine) -> None:
     scheduler.max_num_seqs = plan.max_num_seqs
     scheduler.max_num_batched_tokens = plan.max_num_batched_tokens
     cache.block_size = plan.block_size
+    cache.user_specified_block_size = True  # else a backend's preference would replace it where the worker starts
     # One figure for all ranks, so that they agree on the number of blocks.
     cache.kv_cache_memory_bytes = plan.kv_bytes
     if plan.max_model_len < vllm_config.model_config.max_model_len:
@@ -143,11 +143,12 @@ def write_plan(vllm_config: Any, planned: PlannedEngine) -> None:
 def plan(vllm_config: Any, options: MoeLightningConfig) -> bool:
     """Plan, and write the plan down. False: stock vLLM is to run, and the configuration says so."""
     started_s = time.monotonic()
-    planning = EnginePlanning(request_of(vllm_config, options))
+    request = request_of(vllm_config, options)
+    planning = EnginePlanning(request, attention_on_device=options.attention == "device")
     stock = planning.stock_runs()
     on_device = None if _fixed_by_user(vllm_config) else stock.on_device
     try:
-        planned = planning.plan()
+        planned = _fastest_place(request, cache_dtype=vllm_config.cache_config.cache_dtype)
     except PolicyInfeasibleError:
         if on_device is None:
             raise
@@ -175,6 +176,30 @@ def plan(vllm_config: Any, options: MoeLightningConfig) -> bool:
             paged_tokens_per_s,
         )
     return True
+
+
+def _fastest_place(request: EngineRequest, cache_dtype: str) -> PlannedEngine:
+    """With attention where it is asked for, or where the job is predicted to be faster.
+
+    Raises PolicyInfeasibleError, of attention on the CPU unless the device was asked for, where nothing fits.
+    """
+    options = request.options
+    if options.attention == "device":
+        return EnginePlanning(request, attention_on_device=True).plan()
+    # A cache in 8 bits with scales is ours alone, and so are the other schedules and several micro-batches.
+    is_ours = cache_dtype in QUANTISED_TYPES or options.schedule != "cgopipe"
+    if options.attention == "cpu" or is_ours or options.num_micro_batches not in (None, 1):
+        return EnginePlanning(request).plan()
+    try:
+        on_device = EnginePlanning(request, attention_on_device=True).plan()
+    except PolicyInfeasibleError:
+        return EnginePlanning(request).plan()
+    try:
+        on_cpu = EnginePlanning(request).plan()
+    except PolicyInfeasibleError:
+        return on_device
+    gain = on_device.policy.tokens_per_s / on_cpu.policy.tokens_per_s
+    return on_device if gain > WORTH_DEVICE_ATTENTION else on_cpu
 
 
 def _fixed_by_user(vllm_config: Any) -> bool:

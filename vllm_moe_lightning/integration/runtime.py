@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,24 @@ from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.forward import PipelinedForward
-from vllm_moe_lightning.integration.offloader import expert_layers, expert_parameters, paged_modules
+from vllm_moe_lightning.integration.offloader import (
+    expert_buffers,
+    expert_layers,
+    expert_parameters,
+    paged_modules,
+)
+from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
-from vllm_moe_lightning.numa import interleave, nodes_of
-from vllm_moe_lightning.pipeline.attention_path import AttentionPath, CpuAttentionPath
+from vllm_moe_lightning.numa import cpus_of_rank, interleave, nodes_of
+from vllm_moe_lightning.pipeline.attention_path import AttentionInForward, AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
+from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
 from vllm_moe_lightning.pipeline.faults import attention_fault
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.report import RunReport
+from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES
 from vllm_moe_lightning.pipeline.trace import write_chrome_trace
 from vllm_moe_lightning.policy.policy import MIB, fixed_policy
 from vllm_moe_lightning.weights.store import ExpertLayer, PagedWeightStore
@@ -38,13 +47,15 @@ logger = init_logger("vllm.vllm_moe_lightning.runtime")
 CHANGEABLE_WHILE_RUNNING = ("num_micro_batches", "lookahead", "schedule")
 
 
-def stream_cpus() -> list[int]:
+def stream_cpus(parallel: Any) -> list[int]:
     """CPUs for our threads: not the one that vLLM binds the launching thread to, which they would keep interrupting.
 
     New threads inherit the launching thread's mask; the process that started the worker was not bound. Where nothing
-    is bound, or there is nothing else, all CPUs that we may use.
+    is bound, or there is nothing else, all CPUs that we may use; on CUDA, where no rank is bound, this rank's share.
     """
     own = os.sched_getaffinity(0)
+    if is_cuda():
+        return cpus_of_rank(sorted(own), parallel.rank % parallel.local_world_size, parallel.local_world_size)
     if multiprocessing.parent_process() is None:  # in the user's own process: their mask, not vLLM's
         return sorted(own)
     parent = os.sched_getaffinity(os.getppid())
@@ -75,15 +86,17 @@ class Runtime:
         self._vllm_config = vllm_config
         self.options = options
         self._plan = plan_of(vllm_config)
-        cpus = self._cpus = stream_cpus()
+        cpus = self._cpus = stream_cpus(vllm_config.parallel_config)
         self.device = make_device(options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
-        num_cpus = min(len(cpus), usable_cpus())  # a cgroup's quota may be less than its CPUs
+        num_ranks = vllm_config.parallel_config.local_world_size if is_cuda() else 1
+        num_cpus = max(1, min(len(cpus), usable_cpus() // num_ranks))  # a cgroup's quota may be less than its CPUs
         default_threads = num_cpus if is_launcher_apart else max(1, num_cpus - 1)
         self._pool = AttentionPool(options.attention_threads or default_threads, cpus)
         self._decoder_layers: list[torch.nn.Module] = []
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
+        self._paths: dict[str, AttentionPath] = {}
         self.executor: PipelineExecutor | None = None
         self._report: RunReport | None = None
 
@@ -93,14 +106,19 @@ class Runtime:
         self._experts = expert_layers(decoder_layers)
         if not self._experts:
             raise UnsupportedError("this model has no experts to page; run it without --worker-cls")
-        self._attention_layers = [_only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)]
+        self._attention_layers = (
+            [_only_attention_of(index, layer) for index, layer in enumerate(decoder_layers)]
+            if not self._attends_on_device
+            else [module for layer in decoder_layers for module in layer.modules() if hasattr(module, "kv_cache")]
+        )
         if self._plan is not None:  # before anything is allocated, which may fail for that very reason
             largest = max(layer.num_bytes for layer in self._experts)
             _warn_of_difference("the experts of a layer", self._plan.expert_layer_bytes, largest)
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
+        self._bring_the_rest_to_the_device()
         self.executor = PipelineExecutor(
-            self.device, store, self._path_for, len(decoder_layers), policy, self.options.debug.remove_wait
+            self.device, store, self._path_of, len(decoder_layers), policy, self.options.debug.remove_wait
         )
         for index, layer in enumerate(decoder_layers):
             layer.register_forward_pre_hook(lambda *_: self._running.layer_entry())
@@ -122,6 +140,17 @@ class Runtime:
             self.device.kind,
         )
 
+    def _bring_the_rest_to_the_device(self) -> None:
+        """Experts are made on the host (experts.py): what is not paged of them belongs beside the other weights."""
+        paged = {id(p) for layer in self._experts for p in layer.parameters.values()}
+        for decoder_layer in self._decoder_layers:
+            for tensor in (*expert_parameters(decoder_layer), *expert_buffers(decoder_layer)):
+                if id(tensor) not in paged:
+                    tensor.data = tensor.data.to(self.device.torch_device)
+
+    def _path_of(self, schedule: str) -> AttentionPath:
+        return self._paths[schedule]
+
     @property
     def _running(self) -> PipelineExecutor:
         assert self.executor is not None, "the experts were not taken over: vLLM did not call the offloader"
@@ -140,6 +169,17 @@ class Runtime:
         self.device.reserve(other_bytes, "other weights")
         if self._plan is not None:
             _warn_of_difference("weights other than experts", self._plan.other_weight_bytes, other_bytes)
+        prefill = self._prefill_on_device()
+        self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
+        if not self._attends_on_device:
+            self._paths = self._host_attention_paths(prefill)
+        PipelinedForward(model, self._vllm_config, self._running, prefill_on_device=prefill is not None)
+        if self.options.trace_file:
+            self.device.set_recording(self.options.trace_operations)
+        self.reset()
+
+    def _host_attention_paths(self, prefill: DevicePrefill | None) -> dict[str, AttentionPath]:
+        """By schedule."""
         for layer in self._attention_layers:
             layer.use_direct_call = True
         element_bytes = self._vllm_config.model_config.dtype.itemsize
@@ -153,28 +193,59 @@ class Runtime:
             self._vllm_config.scheduler_config.max_num_batched_tokens,
             bytes_per_token,
             attention_fault(self.options.debug),
+            prefill,
         )
-        self._cpu_path = CpuAttentionPath(host)
-        self._device_path = DeviceAttentionPath(host, self.device, self._cache_of)
-        PipelinedForward(model, self._vllm_config, self._running)
         per_token = sum(
             kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes, impl.cache_kind)
             for impl in (layer.impl for layer in self._attention_layers)
         )
         logger.info("moe_lightning: keys and values take %d bytes per token of host memory", per_token)
-        if self.options.trace_file:
-            self.device.set_recording(self.options.trace_operations)
-        self.reset()
+        on_cpu: AttentionPath = CpuAttentionPath(host)
+        return {**dict.fromkeys(SCHEDULE_NAMES, on_cpu), "s4": DeviceAttentionPath(host, self.device, self._cache_of)}
 
-    def _path_for(self, schedule: str) -> AttentionPath:
-        return self._device_path if schedule == "s4" else self._cpu_path
+    def _prefill_on_device(self) -> DevicePrefill | None:
+        wanted = self.options.prefill_attention
+        if self._attends_on_device or wanted == "cpu" or (wanted == "auto" and self.device.kind == "emulated"):
+            return None
+        prefill = TorchPrefill()
+        unfit = [layer.layer_name for layer in self._attention_layers if not prefill.supports(layer.impl.options)]
+        if unfit:
+            logger.warning(
+                "moe_lightning: prompts are attended to on the CPU, since attention on the device knows neither sinks "
+                "nor a soft cap, which %d layers have (%s, ...)",
+                len(unfit),
+                unfit[0],
+            )
+            return None
+        return prefill
+
+    @property
+    def _attends_on_device(self) -> bool:
+        return self.options.attention == "device"
+
+    def count_step(self, tokens_by_request: Mapping[str, int]) -> None:
+        counters = self._running.counters
+        counters.rows += len(tokens_by_request)
+        counters.tokens += sum(tokens_by_request.values())
+        if self._attends_on_device and tokens_by_request:
+            counters.steps["step x1"] += 1  # whose rows the backend alone knows
 
     def _cache_of(self, layer: int) -> HostKvCache:
         attention = self._attention_layers[layer]
         block_size = self._vllm_config.cache_config.block_size
         return attention.impl.cache_over(attention, attention.kv_cache, block_size)
 
-    def spread_kv_caches(self) -> None:
+    def prepare_kv_caches(self) -> None:
+        """Once vLLM has made them: counted where they are on the device, else spread, and poisoned where asked for."""
+        if self._attends_on_device:
+            self.device.reserve(self._kv_bytes, "KV cache")
+            return
+        self._spread_kv_caches()
+        if self.device.poison:  # NaN bytes in every block, so that a read of a row nobody wrote shows
+            for attention in self._attention_layers:
+                attention.kv_cache.view(torch.uint8).fill_(0xFF)
+
+    def _spread_kv_caches(self) -> None:
         """Over the memory nodes of the attention threads, where there is more than one."""
         nodes = sorted(set(nodes_of(self._cpus).values()))
         if len(nodes) < 2:
@@ -188,22 +259,20 @@ class Runtime:
             )
 
     @property
-    def kv_bytes(self) -> int:
-        """Host memory of all layers' KV caches, once vLLM has made them."""
+    def _kv_bytes(self) -> int:
+        """Of all layers' KV caches, once vLLM has made them."""
         return sum(attention.kv_cache.nbytes for attention in self._attention_layers)
 
-    def poison_kv_caches(self) -> None:
-        """NaN bytes in every block, so that a read of a row nobody wrote shows."""
-        if self.device.poison:
-            for attention in self._attention_layers:
-                attention.kv_cache.view(torch.uint8).fill_(0xFF)
+    @property
+    def host_kv_bytes(self) -> int:
+        return 0 if self._attends_on_device else self._kv_bytes
 
     def reconfigure(self, **changes: Any) -> dict[str, object]:
         """Change the policy between steps. Returns the policy in force."""
         unknown = sorted(set(changes) - set(CHANGEABLE_WHILE_RUNNING))
         if unknown:
             raise ValueError(f"cannot change {unknown} while running; can change {list(CHANGEABLE_WHILE_RUNNING)}")
-        parse_options(changes)  # names a value out of range
+        parse_options({**changes, "attention": self.options.attention})  # names a value out of range
         self._running.policy = replace(self._running.policy, **changes)
         return self._running.policy.to_dict()
 

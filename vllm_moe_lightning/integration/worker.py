@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
 from vllm.logger import init_logger
 from vllm.model_executor.offloader.base import set_offloader
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_moe_lightning.engine_plan import PredictedFigures, plan_of
 from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.hardware import GIB
+from vllm_moe_lightning.host_limits import available_memory_bytes
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.configure import options_in_force
@@ -18,17 +20,27 @@ from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import register_paged_experts
 from vllm_moe_lightning.integration.exposition import log_run, metrics_directory
 from vllm_moe_lightning.integration.figures import SampledTokens, WorkerFigures
-from vllm_moe_lightning.integration.host_memory import freed_tensors_leave_the_process
+from vllm_moe_lightning.integration.host_memory import (
+    freed_tensors_leave_the_process,
+    packed_experts_stay_pageable,
+)
+from vllm_moe_lightning.integration.kv_memory import kv_cache_in_host_memory
 from vllm_moe_lightning.integration.offloader import PagingOffloader
 from vllm_moe_lightning.integration.partial_prompts import partial_prompts_draw_nothing
 from vllm_moe_lightning.integration.peers import PeerWatch, forget_shared_memory_names, watch_peers
+from vllm_moe_lightning.integration.platform import is_cuda, worker_base
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
 
 logger = init_logger("vllm.vllm_moe_lightning.worker")
 
+UNPLANNED_KV_SHARE = 0.7  # of the host memory that is free once the experts are in their pages
 
-class MoELightningWorker(CPUWorker):
+
+_Base: Any = worker_base()
+
+
+class MoELightningWorker(_Base):
     """Pages expert weights and attends on the CPU, around an unmodified model runner (V1 or V2)."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -44,7 +56,7 @@ class MoELightningWorker(CPUWorker):
                 "or the package is not installed there), so this set-up is incomplete"
             )
         self._options = options_in_force(vllm_config)
-        register_host_attention()
+        register_host_attention(is_used=self._options.attention != "device")
         register_paged_experts()
         apply_dbrx_names()
         super().__init__(vllm_config, *args, **kwargs)
@@ -58,16 +70,29 @@ class MoELightningWorker(CPUWorker):
         set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with freed_tensors_leave_the_process():
+        with freed_tensors_leave_the_process(), packed_experts_stay_pageable():
             super().load_model(*args, **kwargs)
             self._offloader.post_init()
         set_offloader(None)  # the global would keep the host pages alive after this engine's end
         self._runtime.attach(self.model_runner.get_model(), self._offloader.other_bytes_in_layers)
 
+    def determine_available_memory(self) -> int:
+        """Bytes for the KV cache: of the host, unless attention is on the device."""
+        cache = self.vllm_config.cache_config
+        if is_cuda() and self._options.attention != "device" and cache.kv_cache_memory_bytes is None:
+            cache.kv_cache_memory_bytes = int(UNPLANNED_KV_SHARE * available_memory_bytes())
+            logger.info(
+                "moe_lightning: %.2f GiB of host memory for keys and values, %.0f %% of what is free; "
+                "--kv-cache-memory-bytes says otherwise",
+                cache.kv_cache_memory_bytes / GIB,
+                100 * UNPLANNED_KV_SHARE,
+            )
+        return int(super().determine_available_memory())
+
     def initialize_from_config(self, *args: Any, **kwargs: Any) -> None:
-        super().initialize_from_config(*args, **kwargs)
-        self._runtime.spread_kv_caches()
-        self._runtime.poison_kv_caches()
+        with nullcontext() if self._options.attention == "device" else kv_cache_in_host_memory():
+            super().initialize_from_config(*args, **kwargs)
+        self._runtime.prepare_kv_caches()
         plan, executor = plan_of(self.vllm_config), self._runtime.executor
         assert executor is not None, "the KV cache is made after the model was loaded"
         self._predicted = None if plan is None else plan.predicted
@@ -77,12 +102,13 @@ class MoELightningWorker(CPUWorker):
             {"model_name": self.model_config.served_model_name, "engine": "0"},  # as vLLM labels its own
             self.rank,
             self._options.metrics_window_s,
-            self._runtime.kv_bytes,
+            self._runtime.host_kv_bytes,
             self._predicted,
         )
 
     def execute_model(self, scheduler_output: Any) -> Any:
         sampled_tokens = self._sampled_tokens.count(scheduler_output)
+        self._runtime.count_step(scheduler_output.num_scheduled_tokens)
         try:
             output = super().execute_model(scheduler_output)
         except BaseException as error:
@@ -97,7 +123,7 @@ class MoELightningWorker(CPUWorker):
         return output
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        with partial_prompts_draw_nothing(self.model_runner):
+        with nullcontext() if is_cuda() else partial_prompts_draw_nothing(self.model_runner):
             return super().sample_tokens(*args, **kwargs)
 
     def shutdown(self) -> None:

@@ -13,16 +13,27 @@ from vllm_moe_lightning.kv_cache import HostKvCache
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of one micro-batch, in host memory. S rows, T tokens."""
+    """The rows of one micro-batch, in host memory. S rows, T tokens; and those of `on_device` after them."""
 
     block_table: torch.Tensor  # int32 [S, max_blocks]
     query_start: torch.Tensor  # int32 [S + 1]
     seq_lens: torch.Tensor  # int32 [S], new tokens included
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
+    on_device: AttentionRows | None = None
+    """Prompts without context, whose attention the device computes: only their keys and values go down."""
 
     @property
     def num_tokens(self) -> int:
+        return self.num_attended_tokens + (0 if self.on_device is None else self.on_device.num_tokens)
+
+    @property
+    def num_attended_tokens(self) -> int:
+        """Without those of `on_device`."""
         return self.slot_mapping.shape[0]
+
+    @property
+    def query_lens(self) -> list[int]:
+        return self.query_start.diff().tolist()
 
 
 @dataclass(frozen=True)
@@ -46,6 +57,11 @@ class AttentionRequest:
     cache: HostKvCache
     rows: AttentionRows
     options: AttentionOptions
+
+    @property
+    def values_per_query(self) -> int:
+        """Elements of Q of one token, and of its output."""
+        return self.query.shape[1] * self.query.shape[2]
 
     @property
     def values_per_token(self) -> int:

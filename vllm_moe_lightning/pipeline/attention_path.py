@@ -1,4 +1,4 @@
-"""Which tasks a schedule's attention consists of, and who runs them: on the CPU, or on the device (S4)."""
+"""Which tasks a schedule's attention consists of, and who runs them: on the CPU, on the device (S4), or nobody."""
 
 from __future__ import annotations
 
@@ -22,6 +22,24 @@ class AttentionPath(Protocol):
     def pack(self, index: int, request: AttentionRequest) -> None: ...
 
     def launch(self, key: TaskKey, request: AttentionRequest | None) -> None: ...
+
+
+class AttentionInForward:
+    """No tasks: the model attends within its forward, by a backend that is not ours."""
+
+    def begin_sweep(self, rows: Sequence[AttentionRows]) -> None:
+        assert not rows, "rows for attention that is not ours"
+
+    def packed_name(self, index: int) -> str:
+        raise AssertionError(f"micro-batch {index} has no staging")
+
+    output_name = packed_name
+
+    def pack(self, index: int, request: AttentionRequest) -> None:
+        raise AssertionError(f"micro-batch {index} asked for attention, which is on the device")
+
+    def launch(self, key: TaskKey, request: AttentionRequest | None) -> None:
+        raise AssertionError(f"{key} where attention has no tasks")
 
 
 class CpuAttentionPath:

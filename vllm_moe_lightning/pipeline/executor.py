@@ -101,14 +101,15 @@ class PipelineExecutor:
         streamed = min(self.store.layers, default=None)
         return 0 if streamed is None else self.store.num_pages(streamed)
 
-    def run_sweep(self, micro_batches: Sequence[MicroBatch[Result]], *, with_attention: bool = True) -> list[Result]:
-        """One pass of all micro-batches over all layers. Returns their results in order.
+    def run_sweep(self, micro_batches: Sequence[MicroBatch[Result]], *, is_dummy: bool = False) -> list[Result]:
+        """One pass of all micro-batches over all layers. Returns their results in order. A dummy run has no KV cache.
 
         An exception unwinds every micro-batch, drains the streams and leaves the executor fit for the next sweep;
         but not DeviceStalledError, after which there is none.
         """
         if self.device.stalled:
             raise DeviceStalledError("the device has stalled before, so no sweep can run on it; start the engine anew")
+        with_attention = not (is_dummy or self.policy.attention_on_device)
         schedule = self.schedule_for(len(micro_batches), with_attention=with_attention)
         path = self._attention_path(schedule.name)
         started_s = time.monotonic()
@@ -133,7 +134,7 @@ class PipelineExecutor:
         finally:
             self.in_sweep = False
             self._coroutines, self._micro_batches, self._requests = [], [], {}
-            self.counters.end_sweep(started_s, time.monotonic(), len(micro_batches), is_dummy=not with_attention)
+            self.counters.end_sweep(started_s, time.monotonic(), len(micro_batches), is_dummy=is_dummy)
 
     def _bring_up_first_layer(self, schedule: Schedule) -> None:
         """At the start, after an abort, or when the schedule was changed: agree with it about the first layer."""
@@ -172,7 +173,8 @@ class PipelineExecutor:
         self._events[key] = stream.record_event()
 
     def _pre_attention(self, key: TaskKey, path: AttentionPath) -> None:
-        with self.device.compute.span(str(key), reads=(), writes=[path.packed_name(key.index)]):
+        writes = [path.packed_name(key.index), path.output_name(key.index)]
+        with self.device.compute.span(str(key), reads=(), writes=writes):
             if key.layer == 0:
                 self._resume(key, LayerEntry)
             request = self._resume(key, AttentionRequest)

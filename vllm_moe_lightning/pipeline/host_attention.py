@@ -1,5 +1,6 @@
 """Attention of a micro-batch on the CPU: pack Q, K and V, bring them down, attend, bring the result up.
 
+Of prompts that the device attends to (AttentionRows.on_device) only K and V go down, behind the others' queries.
 Owns the staging buffers, one region per micro-batch. A region is used again only after the micro-batch's own chain
 pre -> offload -> attention -> load -> post has gone round, so the regions need no waits of their own.
 """
@@ -11,15 +12,17 @@ from collections.abc import Sequence
 import torch
 
 from vllm_moe_lightning.device.base import Buffer, Device
-from vllm_moe_lightning.kernels.attention import AttentionPool
+from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
 from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows, attention_task
+from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill
 from vllm_moe_lightning.pipeline.faults import AttentionFault
 
 
 class HostAttention:
     """The tasks qkv_offload, attention and hidden_load.
 
-    max_tokens: most tokens of a step; bytes_per_token: of Q, K and V, in the widest layer.
+    max_tokens: most tokens of a step; bytes_per_token: of Q, K and V, in the widest layer; prefill: attention of
+    prompts on the device, None where rows bring none.
     """
 
     def __init__(
@@ -29,7 +32,9 @@ class HostAttention:
         max_tokens: int,
         bytes_per_token: int,
         fault: AttentionFault | None = None,
+        prefill: DevicePrefill | None = None,
     ) -> None:
+        self._prefill = prefill
         self._device = device
         self._pool = pool
         self._max_tokens = max_tokens
@@ -62,29 +67,59 @@ class HostAttention:
         return f"attention_output[{index}]"
 
     def _region(self, buffer: Buffer, index: int, request: AttentionRequest, num_values: int) -> torch.Tensor:
-        """[T, num_values] of the micro-batch's region, in the request's dtype."""
-        first, tokens = self._regions[index]
-        begin = first * self._bytes_per_token
-        num_bytes = tokens * num_values * request.query.element_size()
-        return buffer.tensor[begin : begin + num_bytes].view(request.query.dtype).view(tokens, num_values)
+        """[num_values] of the micro-batch's region, in the request's dtype."""
+        begin = self._regions[index][0] * self._bytes_per_token
+        num_bytes = num_values * request.query.element_size()
+        return buffer.tensor[begin : begin + num_bytes].view(request.query.dtype)
+
+    def _packed(self, buffer: Buffer, index: int, request: AttentionRequest) -> torch.Tensor:
+        """All that goes down."""
+        query, rows = request.values_per_query, request.rows
+        key_value = request.values_per_token - query
+        return self._region(buffer, index, request, rows.num_attended_tokens * query + rows.num_tokens * key_value)
+
+    def _parts(self, buffer: Buffer, index: int, request: AttentionRequest) -> tuple[torch.Tensor, torch.Tensor]:
+        """(queries [attended tokens, num_heads * head_dim], K and V side by side [T, 2 * num_kv_heads * head_dim])"""
+        packed, rows = self._packed(buffer, index, request), request.rows
+        queries = packed[: rows.num_attended_tokens * request.values_per_query]
+        keys_values = packed[len(queries) :].view(rows.num_tokens, request.values_per_token - request.values_per_query)
+        return queries.view(rows.num_attended_tokens, request.values_per_query), keys_values
+
+    def _output(self, index: int, request: AttentionRequest) -> torch.Tensor:
+        """[attended tokens, num_heads * head_dim]"""
+        tokens, values = request.rows.num_attended_tokens, request.values_per_query
+        return self._region(self._out_host, index, request, tokens * values).view(tokens, values)
 
     def pack(self, index: int, request: AttentionRequest) -> None:
-        """On the compute stream: Q, K and V side by side, so that they go down in one copy."""
-        tokens = request.rows.num_tokens
-        packed = self._region(self._qkv_device, index, request, request.values_per_token)
-        parts = [tensor[:tokens].reshape(tokens, -1) for tensor in (request.query, request.key, request.value)]
-        torch.cat(parts, dim=1, out=packed)
+        """On the compute stream: queries, then K and V side by side, so that they go down in one copy; and attention
+        of the prompts that the device attends to."""
+        tokens, attended = request.rows.num_tokens, request.rows.num_attended_tokens
+        queries, keys_values = self._parts(self._qkv_device, index, request)
+        queries.copy_(request.query[:attended].reshape(queries.shape))
+        parts = [tensor[:tokens].reshape(tokens, -1) for tensor in (request.key, request.value)]
+        torch.cat(parts, dim=1, out=keys_values)
         if self._device.poison:
-            self._region(self._out_host, index, request, self._output_values(request)).view(torch.uint8).fill_(0xFF)
+            self._output(index, request).view(torch.uint8).fill_(0xFF)
             request.output.fill_(float("nan"))
+        prompts = request.rows.on_device
+        if prompts is not None:
+            assert self._prefill is not None, "rows for the device, which attends to none"
+            self._prefill(
+                request.query[attended:tokens],
+                request.key[attended:tokens],
+                request.value[attended:tokens],
+                request.output[attended:tokens],
+                prompts.query_lens,
+                request.options,
+            )
 
     def offload(self, index: int, request: AttentionRequest, label: str) -> None:
-        landing = self._region(self._qkv_host, index, request, request.values_per_token)
+        landing = self._packed(self._qkv_host, index, request)
         if self._device.poison:
             self._device.d2h.fill(landing, 0xFF, writes=[f"qkv_host[{index}]"])
         self._device.d2h.copy(
             [landing],
-            [self._region(self._qkv_device, index, request, request.values_per_token)],
+            [self._packed(self._qkv_device, index, request)],
             label,
             reads=[self.packed_name(index)],
             writes=[f"qkv_host[{index}]"],
@@ -101,24 +136,41 @@ class HostAttention:
     def _submit(
         self, index: int, request: AttentionRequest, label: str, writes: Sequence[str], *, attend: bool
     ) -> None:
+        rows, (_, heads, head_dim) = request.rows, request.query.shape
+        kv_heads, attended = request.key.shape[1], rows.num_attended_tokens
+        queries, keys_values = self._parts(self._qkv_host, index, request)
+        key, value = (half.unflatten(1, (kv_heads, head_dim)) for half in keys_values.chunk(2, dim=1))
+        if rows.on_device is not None:
+            # First: a row that attends here may share blocks with a prompt of this very step.
+            task = attention_task(
+                request.cache,
+                rows.on_device,
+                request.options,
+                key=key[attended:],
+                value=value[attended:],
+                pool=self._pool,
+                check_contents=id(rows.on_device) not in self._checked,
+            )
+            self._checked.add(id(rows.on_device))
+            self._call(index, task, f"{label} (prompts)", writes)
+        if attended:
+            output = self._output(index, request)
+            task = attention_task(
+                request.cache,
+                rows,
+                request.options,
+                query=queries.unflatten(1, (heads, head_dim)) if attend else None,
+                output=output.view(attended, heads, head_dim) if attend else None,
+                key=key[:attended],
+                value=value[:attended],
+                pool=self._pool,
+                check_contents=id(rows) not in self._checked,
+            )
+            self._checked.add(id(rows))
+            self._call(index, task, label, writes)
+
+    def _call(self, index: int, task: AttentionTask, label: str, writes: Sequence[str]) -> None:
         self.num_tasks += 1
-        tokens, heads, head_dim = request.rows.num_tokens, request.query.shape[1], request.query.shape[2]
-        kv_heads = request.key.shape[1]
-        qkv = self._region(self._qkv_host, index, request, request.values_per_token)
-        query, key, value = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
-        output = self._region(self._out_host, index, request, self._output_values(request))
-        task = attention_task(
-            request.cache,
-            request.rows,
-            request.options,
-            query=query.unflatten(1, (heads, head_dim)) if attend else None,
-            output=output.view(tokens, heads, head_dim) if attend else None,
-            key=key.unflatten(1, (kv_heads, head_dim)),
-            value=value.unflatten(1, (kv_heads, head_dim)),
-            pool=self._pool,
-            check_contents=id(request.rows) not in self._checked,
-        )
-        self._checked.add(id(request.rows))
         fault = self._fault
         self._device.cpu.call(
             task.function if fault is None or fault.task_number != self.num_tasks else fault.function(label),
@@ -130,15 +182,13 @@ class HostAttention:
         )
 
     def load(self, index: int, request: AttentionRequest, label: str) -> None:
-        source = self._region(self._out_host, index, request, self._output_values(request))
+        source = self._output(index, request)
+        if not len(source):
+            return
         self._device.h2d.copy(
-            [request.output[: request.rows.num_tokens].view(source.shape)],
+            [request.output[: len(source)].view(source.shape)],
             [source],
             label,
             reads=[f"out_host[{index}]"],
             writes=[self.output_name(index)],
         )
-
-    @staticmethod
-    def _output_values(request: AttentionRequest) -> int:
-        return request.query.shape[1] * request.query.shape[2]

@@ -57,6 +57,8 @@ class PlanLimits:
     ffn_on_gpu: bool | None = None
     kv_on_host: bool = False
     """All of the KV cache, wherever attention runs."""
+    kv_on_device: bool = False
+    """All of the KV cache, with attention on the GPU, as vLLM's own backends have it."""
     prefill_tokens_per_sweep: int | None = None
     lookahead: int = 2
     time_limit_s: float = 10.0
@@ -69,6 +71,8 @@ class PlanLimits:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.fill_max_num_seqs and (self.max_num_seqs is None or self.micro_batch_size is not None):
             raise ValueError("fill_max_num_seqs needs max_num_seqs, and leaves no choice of micro_batch_size")
+        if self.kv_on_device and (self.kv_on_host or self.attention_on_gpu is not True):
+            raise ValueError("kv_on_device needs attention_on_gpu, and excludes kv_on_host")
         if not 0.0 < self.time_limit_s < float("inf"):
             raise ValueError(f"time_limit_s must be positive, got {self.time_limit_s}")
         if self.num_micro_batches is not None and self.num_micro_batches > LARGEST_NUM_MICRO_BATCHES:
@@ -143,6 +147,8 @@ class PlanTable:
     num_moe_layers: int
     prefill_tokens_per_sweep: int | None
     lookahead: int
+    least_kv_ratio: float = 0.0
+    """What a choice's KV ratio counts from; the lines do too."""
 
     @property
     def num_rows(self) -> int:
@@ -185,7 +191,7 @@ class PlanTable:
             attention_on_gpu=bool(self.attention_on_gpu[row]),
             ffn_on_gpu=bool(self.ffn_on_gpu[row]),
             num_resident_layers=int(resident),
-            kv_gpu_ratio=float(kv_ratio),
+            kv_gpu_ratio=self.least_kv_ratio + float(kv_ratio),
             num_disk_layers=int(disk),
             prefill_tokens_per_sweep=self.prefill_tokens_per_sweep,
             lookahead=self.lookahead,
@@ -298,6 +304,8 @@ class _Tabulator:
         """Rows of all sizes and counts. The lines hold for R within the bounds, which are inclusive."""
         min_resident, max_resident = resident_bounds
         limits = self.limits
+        least_kv_ratio = float(limits.kv_on_device)
+        has_kv_choice = attention_on_gpu and not limits.kv_on_host and not limits.kv_on_device
         self._keep_what_overlaps(attention_on_gpu and (ffn_on_gpu or min_resident == self.spec.num_moe_layers))
         corner = _PolicyArrays(
             self.size,
@@ -307,6 +315,7 @@ class _Tabulator:
             limits.prefill_tokens_per_sweep,
             limits.lookahead,
             num_resident_layers=min_resident,
+            kv_gpu_ratio=least_kv_ratio,
         )
 
         def figures(arrays: _PolicyArrays) -> dict[_Key, Floats]:
@@ -316,7 +325,7 @@ class _Tabulator:
         more_resident = more_kv = more_disk = base
         if max_resident > min_resident:
             more_resident = figures(replace(corner, num_resident_layers=min_resident + 1))
-        if attention_on_gpu:
+        if attention_on_gpu and not limits.kv_on_device:
             more_kv = figures(replace(corner, kv_gpu_ratio=1.0))
         if max_disk:
             more_disk = figures(replace(corner, num_disk_layers=1.0))
@@ -333,7 +342,7 @@ class _Tabulator:
             ffn_on_gpu=ones * ffn_on_gpu > 0,
             min_resident=ones * min_resident,
             max_resident=ones * max_resident,
-            max_kv_ratio=ones * (attention_on_gpu and not limits.kv_on_host),
+            max_kv_ratio=ones * has_kv_choice,
             min_disk=np.zeros_like(ones),
             max_disk=ones * max_disk,
             times_ms={phase: {resource: lines[phase, resource] for resource in HrmResource} for phase in phases},
@@ -345,6 +354,7 @@ class _Tabulator:
             num_moe_layers=self.spec.num_moe_layers,
             prefill_tokens_per_sweep=limits.prefill_tokens_per_sweep,
             lookahead=limits.lookahead,
+            least_kv_ratio=least_kv_ratio,
         )
 
 

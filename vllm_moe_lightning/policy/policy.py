@@ -29,6 +29,8 @@ class Policy:
     streamed_layers: tuple[int, ...]
     page_bytes: int
     num_slots: int = NUM_SLOTS
+    attention_on_device: bool = False
+    """By vLLM's own backend, inside of the model's forward: no tasks of ours, one micro-batch."""
 
     def to_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -46,15 +48,17 @@ def fixed_policy(config: MoeLightningConfig, layer_bytes: Sequence[int]) -> Poli
             f"moe_lightning.num_resident_layers: {num_resident} is more than the model's "
             f"{num_layers} MoE layers; give 0..{num_layers}"
         )
+    on_device = config.attention == "device"
     resident = evenly_spread(num_resident, num_layers)
     streamed = tuple(layer for layer in range(num_layers) if layer not in resident)
     return Policy(
         schedule=config.schedule,
-        num_micro_batches=config.num_micro_batches or DEFAULT_NUM_MICRO_BATCHES,
+        num_micro_batches=1 if on_device else config.num_micro_batches or DEFAULT_NUM_MICRO_BATCHES,
         lookahead=config.lookahead,
         resident_layers=resident,
         streamed_layers=streamed,
         page_bytes=page_bytes_for(config, max((layer_bytes[layer] for layer in streamed), default=0)),
+        attention_on_device=on_device,
     )
 
 

@@ -246,6 +246,7 @@ class _Search:
             or policy.batch_size > (limits.max_num_seqs or 0) - policy.num_micro_batches,
             **{name: value is None or getattr(policy, name) == value for name, value in given.items()},
             "kv_on_host": not limits.kv_on_host or policy.kv_gpu_ratio == 0.0,
+            "kv_on_device": not limits.kv_on_device or policy.kv_gpu_ratio == 1.0,
             "finite_throughput": math.isfinite(planned.tokens_per_s) and planned.tokens_per_s > 0.0,
         }
         return [name for name, held in holds.items() if not held]

@@ -43,16 +43,15 @@ class StreamedLayer:
 class PagedWeightStore:
     """Host pages and device slots of all streamed layers.
 
-    Construction moves one layer at a time, so host memory never holds more than one layer twice. Resident layers
-    are left as they are and counted against the device's budget.
+    Construction moves one layer at a time, so host memory never holds more than one layer twice. Resident layers move
+    into device frames of their own.
     """
 
     def __init__(self, layers: Sequence[ExpertLayer], policy: Policy, device: Device) -> None:
         self.num_slots = policy.num_slots
         streamed = [layers[index] for index in policy.streamed_layers]
         layouts = {entry.layer: layout_of(entry.name, entry.parameters) for entry in streamed}
-        for index in policy.resident_layers:
-            device.reserve(layers[index].num_bytes, f"resident experts of {layers[index].name}")
+        resident_bytes = sum(_settle(layers[index], device) for index in policy.resident_layers)
         slot_bytes = max((layout.num_bytes for layout in layouts.values()), default=0)
         self.slots = (
             [device.allocate(slot_bytes, f"slot[{slot}]") for slot in range(self.num_slots)] if streamed else []
@@ -61,7 +60,7 @@ class PagedWeightStore:
             entry.layer: self._take_over(entry, layouts[entry.layer], policy.page_bytes, device) for entry in streamed
         }
         self.host_bytes = sum(layer.layout.num_bytes for layer in self.layers.values())
-        self.device_bytes = slot_bytes * len(self.slots) + sum(layers[i].num_bytes for i in policy.resident_layers)
+        self.device_bytes = slot_bytes * len(self.slots) + resident_bytes
 
     def _take_over(self, entry: ExpertLayer, layout: LayerLayout, page_bytes: int, device: Device) -> StreamedLayer:
         host = device.allocate_host(layout.num_bytes, f"host pages of {entry.name}")
@@ -92,3 +91,14 @@ class PagedWeightStore:
     def sweep_bytes(self) -> int:
         """Bytes that one sweep over all layers brings to the device."""
         return self.host_bytes
+
+
+def _settle(entry: ExpertLayer, device: Device) -> int:
+    """Move a layer's experts to the device for good. Returns the bytes of its frame."""
+    layout = layout_of(entry.name, entry.parameters)
+    frame = device.allocate(layout.num_bytes, f"resident experts of {entry.name}")
+    for place in layout.places:
+        view = place.view_in(frame.tensor)
+        view.copy_(entry.parameters[place.name].data)
+        entry.parameters[place.name].data = view
+    return layout.num_bytes

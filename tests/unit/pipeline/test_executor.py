@@ -319,14 +319,14 @@ def test_a_failure_unwinds_the_other_micro_batches() -> None:
     with make_engine(DecoderConfig(num_layers=2), num_micro_batches=3) as engine:
         micro_batches = [MicroBatch(body(index, engine), None) for index in range(3)]
         with pytest.raises(Interruption):
-            engine.executor.run_sweep(micro_batches, with_attention=False)
+            engine.executor.run_sweep(micro_batches, is_dummy=True)
     assert unwound == [1, 0]  # micro-batch 2 had not begun
 
 
 def test_a_model_that_ends_too_early_is_refused() -> None:
     with make_engine(DecoderConfig(num_layers=2)) as engine:
         with pytest.raises(MoeLightningError, match="yielded NoneType where LayerEntry was due"):
-            engine.executor.run_sweep([MicroBatch(lambda: None, None)], with_attention=False)
+            engine.executor.run_sweep([MicroBatch(lambda: None, None)], is_dummy=True)
         assert all_equal(run(engine), plain_run(DecoderConfig(num_layers=2), 4))
 
 
@@ -338,7 +338,7 @@ def test_a_model_with_more_layers_than_the_schedule_is_refused() -> None:
                 engine.executor.layer_entry()
 
         with pytest.raises(MoeLightningError, match="yielded LayerEntry where NoneType was due"):
-            engine.executor.run_sweep([MicroBatch(body, None)], with_attention=False)
+            engine.executor.run_sweep([MicroBatch(body, None)], is_dummy=True)
 
 
 def test_a_step_larger_than_the_staging_buffers_is_refused_and_the_next_one_runs() -> None:
@@ -368,7 +368,7 @@ def test_each_micro_batch_s_context_is_entered_before_it_runs() -> None:
             return forward
 
         engine.executor.run_sweep(
-            [MicroBatch(body(i), None, enter=lambda i=i: current.append(i)) for i in range(2)], with_attention=False
+            [MicroBatch(body(i), None, enter=lambda i=i: current.append(i)) for i in range(2)], is_dummy=True
         )
     assert len(seen) == 6
     assert all(index == entered for index, entered in seen)

@@ -81,12 +81,13 @@ def test_pages_are_counted_by_decoder_layer_and_zero_where_nothing_is_streamed(d
     assert store.sweep_bytes() == store.host_bytes == sum(layer.layout.num_bytes for layer in store.layers.values())
 
 
-def test_a_resident_layer_is_left_as_it_is_and_counted(device: EmulatedDevice) -> None:
+def test_a_resident_layer_moves_into_a_frame_of_its_own_and_is_counted(device: EmulatedDevice) -> None:
     layers = make_layers((0, 1, 2))
-    before = {name: (p.data_ptr(), p.data.clone()) for name, p in layers[1].parameters.items()}
+    before = {name: (p.data_ptr(), p.data.clone(), p.stride()) for name, p in layers[1].parameters.items()}
     make_store(layers, device, num_resident_layers=1)
-    for name, (pointer, data) in before.items():
-        assert layers[1].parameters[name].data_ptr() == pointer
+    for name, (pointer, data, stride) in before.items():
+        assert layers[1].parameters[name].data_ptr() != pointer
+        assert layers[1].parameters[name].stride() == stride
         assert torch.equal(layers[1].parameters[name], data)
     assert "resident experts of layers.1" in device.memory_report()
 

@@ -1,0 +1,300 @@
+"""The ledger: every name of vLLM that we touch, why, and when the entry can go. Data; compat.py checks it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TouchedName:
+    """`module:attribute.path`. kind: `use` calls it, `subclass` derives from it, `patch` replaces or writes it."""
+
+    symbol: str
+    kind: Literal["use", "subclass", "patch"]
+    reason: str
+    remove_when: str
+    parameters: tuple[str, ...] = ()
+    """Parameters that must exist, in this order, where we rely on them."""
+    platform: Literal["any", "cpu", "cuda"] = "any"
+    """Where it is touched: the other platform's modules may not even be importable."""
+
+
+LEDGER: tuple[TouchedName, ...] = (
+    TouchedName(
+        "vllm.platforms.interface:Platform.apply_config_platform_defaults",
+        "patch",
+        "the one hook that runs while the configuration is still open, so that --worker-cls alone is enough; the "
+        "original runs first, and nothing else happens unless the plugin was asked for",
+        "vLLM lets a worker class amend the configuration",
+        ("vllm_config",),
+    ),
+    TouchedName(
+        "vllm.engine.arg_utils:EngineArgs._set_default_max_num_seqs_and_batched_tokens_args",
+        "patch",
+        "notes which batch limits the user gave, before vLLM fills in its defaults, then calls the original; "
+        "and does nothing unless the plugin was asked for",
+        "vLLM's configuration says which of its values were given",
+        ("self",),
+    ),
+    TouchedName(
+        "vllm.config:SchedulerConfig.verify_max_model_len",
+        "use",
+        "vLLM's own check of the limits that the planner sets",
+        "never",
+        ("self", "max_model_len"),
+    ),
+    TouchedName(
+        "vllm.forward_context:_forward_context",
+        "patch",
+        "each micro-batch runs under its own forward context; the context manager cannot be held across a switch",
+        "vLLM offers a setter",
+    ),
+    TouchedName(
+        "vllm.forward_context:create_forward_context",
+        "use",
+        "one context per micro-batch",
+        "never",
+        ("attn_metadata", "vllm_config", "dp_metadata"),
+    ),
+    TouchedName("vllm.forward_context:get_forward_context", "use", "the step's metadata", "never"),
+    TouchedName(
+        "vllm.v1.attention.backends.registry:register_backend",
+        "use",
+        "our attention backend takes CPU_ATTN's place",
+        "the CPU platform honours --attention-backend",
+        ("backend", "class_path"),
+    ),
+    TouchedName("vllm.v1.attention.backends.registry:AttentionBackendEnum.CPU_ATTN", "use", "as above", "as above"),
+    TouchedName(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.CUSTOM", "use", "our backend's name on CUDA", "never"
+    ),
+    TouchedName(
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum.clear_override",
+        "use",
+        "vLLM's own backend again, where attention is on the device",
+        "as above",
+        ("self",),
+    ),
+    TouchedName(
+        "vllm.v1.attention.backend:AttentionBackend.get_preferred_block_size",
+        "patch",
+        "overridden in our backend: long blocks suit the CPU kernel",
+        "never",
+        ("default_block_size",),
+    ),
+    TouchedName(
+        "vllm.config:CacheConfig",
+        "use",
+        "`user_specified_block_size` is set with the planned block size, or the backend's preference would replace it",
+        "vLLM's configuration can be amended by a worker class",
+    ),
+    TouchedName("vllm.v1.attention.backend:AttentionBackend", "subclass", "host attention", "never"),
+    TouchedName(
+        "vllm.v1.attention.backend:AttentionBackend.customize_spec",
+        "patch",
+        "overridden in our backend: the page of an 8-bit KV cache counts its scales",
+        "the backend builds the spec (vLLM calls this hook temporary)",
+        ("spec",),
+    ),
+    TouchedName(
+        "vllm.v1.kv_cache_interface:AttentionSpec.state_content_size_bytes",
+        "use",
+        "`state_content_bytes` of the spec is set to what a token and head take with their scales",
+        "as above",
+    ),
+    TouchedName("vllm.v1.attention.backend:AttentionImpl", "subclass", "host attention", "never"),
+    TouchedName("vllm.v1.attention.backend:AttentionMetadataBuilder", "subclass", "host attention", "never"),
+    TouchedName("vllm.v1.attention.backend:CommonAttentionMetadata", "use", "rows of a step", "never"),
+    TouchedName(
+        "vllm.model_executor.layers.attention:Attention",
+        "use",
+        "`use_direct_call` is set on instances: a greenlet cannot switch under a torch.ops frame",
+        "micro-batches run as threads under torch.compile",
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts",
+        "subclass",
+        "expert parameters are made on the host, and every use of them is checked against the ring of slots",
+        "never",
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts.forward_modular",
+        "patch",
+        "overridden in our subclass",
+        "never",
+        ("self", "x", "topk_weights", "topk_ids"),
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.routed_experts:RoutedExperts.forward_monolithic",
+        "patch",
+        "overridden in our subclass",
+        "never",
+        ("self", "x", "router_logits"),
+    ),
+    TouchedName(
+        "vllm.model_executor.custom_op:op_registry_oot",
+        "use",
+        "register each class once per process",
+        "never",
+    ),
+    TouchedName(
+        "vllm.model_executor.offloader.base:BaseOffloader",
+        "subclass",
+        "tells us the decoder layers as they are made, and when the model is loaded",
+        "never",
+    ),
+    TouchedName(
+        "vllm.model_executor.offloader.base:set_offloader",
+        "use",
+        "the runner installs vLLM's own in its constructor; ours replaces it before the model is built",
+        "vLLM takes an offloader by name",
+    ),
+    TouchedName("vllm.v1.attention.backend:AttentionType", "use", "only decoder attention is taken", "never"),
+    TouchedName("vllm.v1.attention.backend:MultipleOf", "use", "block sizes that we take", "never"),
+    TouchedName("vllm.v1.kv_cache_interface:KVCacheLayout", "use", "a contiguous piece of memory per layer", "never"),
+    TouchedName("vllm.config:CompilationMode", "use", "eager mode", "never"),
+    TouchedName("vllm.config:CUDAGraphMode", "use", "eager mode", "never"),
+    TouchedName("vllm.platforms:current_platform", "use", "CPU build or another", "never"),
+    TouchedName("vllm.logger:init_logger", "use", "our lines go where vLLM's go", "never"),
+    TouchedName("vllm:LLM", "use", "the bulk runner", "never"),
+    TouchedName("vllm:SamplingParams", "use", "the bulk runner", "never"),
+    TouchedName("vllm.v1.worker.cpu_worker:CPUWorker", "subclass", "our worker", "never", platform="cpu"),
+    TouchedName(
+        "vllm.v1.worker.cpu_worker:CPUWorker.init_device", "patch", "overridden in our worker", "never", platform="cpu"
+    ),
+    TouchedName(
+        "vllm.v1.worker.cpu_worker:CPUWorker.initialize_from_config", "patch", "as above", "never", platform="cpu"
+    ),
+    TouchedName("vllm.v1.worker.cpu_worker:CPUWorker.shutdown", "patch", "as above", "never", platform="cpu"),
+    TouchedName(
+        "vllm.v1.worker.cpu_worker:CPUWorker.sample_tokens",
+        "patch",
+        "overridden in our worker: the generators of seeded requests are put aside while their prompt is partial "
+        "(integration/partial_prompts.py; `discard_request_mask` and `input_batch.generators` of the V1 runner)",
+        "vLLM's V1 runner no longer calls `get_offset` on CPU generators",
+        platform="cpu",
+    ),
+    TouchedName("vllm.v1.worker.gpu_worker:Worker", "subclass", "our worker on CUDA", "never", platform="cuda"),
+    *(
+        TouchedName(
+            f"vllm.v1.worker.gpu_worker:Worker.{name}", "patch", "overridden in our worker", "never", parameters, "cuda"
+        )
+        for name, parameters in (
+            ("init_device", ("self",)),
+            ("load_model", ("self",)),
+            ("determine_available_memory", ("self",)),
+            ("initialize_from_config", ("self", "kv_cache_config")),
+            ("execute_model", ("self", "scheduler_output")),
+            ("sample_tokens", ("self", "grammar_output")),
+            ("shutdown", ("self",)),
+        )
+    ),
+    TouchedName(
+        "vllm.v1.worker.utils:allocate_kv_cache",
+        "use",
+        "makes the KV cache in host memory, whatever the runner's device is",
+        "vLLM lets an attention backend say where its cache lies",
+        ("kv_cache_config", "device"),
+    ),
+    TouchedName(
+        "vllm.v1.worker.gpu_model_runner:allocate_kv_cache",
+        "patch",
+        "as above, while the V1 runner makes it",
+        "as above",
+    ),
+    TouchedName(
+        "vllm.v1.worker.gpu.attn_utils:allocate_kv_cache", "patch", "as above, while the V2 runner makes it", "as above"
+    ),
+    TouchedName(
+        "vllm.envs:VLLM_WEIGHT_OFFLOADING_DISABLE_PIN_MEMORY",
+        "use",
+        "set while the weights load, so that packed experts come back to memory that can be given back",
+        "vLLM asks an offloader where packed weights belong",
+    ),
+    TouchedName("vllm.v1.core.sched.scheduler:Scheduler", "subclass", "our scheduler", "never"),
+    TouchedName("vllm.v1.core.sched.async_scheduler:AsyncScheduler", "subclass", "our scheduler", "never"),
+    TouchedName(
+        "vllm.v1.core.sched.scheduler:Scheduler.schedule",
+        "patch",
+        "overridden in our scheduler: sets the token limits of the step, which vLLM reads from its own attributes and "
+        "configuration, and puts them back",
+        "vLLM takes limits per step",
+    ),
+    TouchedName(
+        "vllm.v1.core.sched.scheduler:Scheduler._handle_blocked_waiting_request",
+        "patch",
+        "overridden in our scheduler: a long prompt is passed over while short ones wait",
+        "vLLM limits how many long prompts it prefills at once",
+        ("self", "request"),
+    ),
+    TouchedName(
+        "vllm.v1.core.sched.scheduler:Scheduler._free_request",
+        "patch",
+        "overridden in our scheduler: learns the lengths of finished requests",
+        "never",
+        ("self", "request"),
+    ),
+    TouchedName(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots",
+        "patch",
+        "replaced on the scheduler's instance: the moment of admission, with the prefix hits in hand",
+        "vLLM reserves blocks for what running requests will still generate",
+        ("self", "request", "new_computed_blocks", "has_scheduled_reqs"),
+    ),
+    TouchedName(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks",
+        "use",
+        "blocks that running requests hold",
+        "as above",
+        ("self", "request_id"),
+    ),
+    TouchedName(
+        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks", "use", "blocks to be had", "as above", ("self",)
+    ),
+    TouchedName(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager",
+        "use",
+        "`block_size` and `max_admission_blocks_per_request` of each group of layers",
+        "as above",
+    ),
+    TouchedName("vllm.v1.request:RequestStatus", "use", "waiting, preempted, finished", "never"),
+    TouchedName("vllm.v1.worker.worker_base:WorkerBase.load_model", "patch", "overridden in our worker", "never"),
+    TouchedName(
+        "vllm.v1.worker.worker_base:WorkerBase.execute_model",
+        "patch",
+        "overridden in our worker: a rank whose failure nobody hears ends, and tokens are counted",
+        "vLLM reports the failure of any rank",
+        ("self", "scheduler_output"),
+    ),
+    TouchedName("vllm.v1.core.sched.output:NewRequestData.prompt_len", "use", "tokens are counted", "never"),
+    TouchedName(
+        "vllm.v1.core.sched.output:CachedRequestData",
+        "use",
+        "tokens are counted",
+        "never",
+        ("req_ids", "num_computed_tokens", "num_output_tokens"),
+    ),
+    TouchedName(
+        "vllm.v1.metrics.prometheus:get_prometheus_registry",
+        "use",
+        "not called: our metrics go where it looks, the global registry or the folder PROMETHEUS_MULTIPROC_DIR",
+        "never",
+    ),
+    TouchedName(
+        "vllm.distributed.parallel_state:get_world_group", "use", "process ids of the ranks, to watch them", "never"
+    ),
+    TouchedName(
+        "vllm.distributed.parallel_state:get_tp_group",
+        "use",
+        "`device_communicator.dist_module.group_name` names the shared memory of the CPU collectives, which stays "
+        "behind in /dev/shm when `vllm serve` stops",
+        "vLLM unlinks it once it is mapped",
+    ),
+    TouchedName(
+        "vllm.model_executor.models.dbrx:DbrxModel.load_weights",
+        "patch",
+        "checkpoint names of the experts moved under `routed_experts` (integration/dbrx.py)",
+        "vllm#49004 is fixed",
+    ),
+)
