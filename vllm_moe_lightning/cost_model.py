@@ -261,7 +261,7 @@ def _sweep_work(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy,
         hidden = _Copies(share.tokens * spec.hidden * spec.widths.activation_bytes, 1.0).times(streamed * n)
         down += hidden
         up += hidden
-        gpu_s += resident * machine.gpu_gemm_s(*experts)
+        gpu_s += resident * machine.gpu_experts_s(*experts)
         cpu_s += streamed * tasks.cpu_experts_s
         cpu_bytes += streamed * n * experts[1]
     disk_bytes = policy.num_disk_layers * spec.expert_layer_bytes

@@ -159,6 +159,22 @@ LEDGER: tuple[TouchedName, ...] = (
     TouchedName("vllm.logger:init_logger", "use", "our lines go where vLLM's go", "never"),
     TouchedName("vllm:LLM", "use", "the bulk runner", "never"),
     TouchedName("vllm:SamplingParams", "use", "the bulk runner", "never"),
+    TouchedName(
+        "vllm._custom_ops:cpu_fused_moe",
+        "use",
+        "timed for the planner's profile of the emulated device",
+        "never",
+        ("out", "input", "w13", "w2"),
+        "cpu",
+    ),
+    TouchedName(
+        "vllm._custom_ops:cpu_prepack_moe_weight",
+        "use",
+        "as above",
+        "never",
+        ("weight", "isa"),
+        "cpu",
+    ),
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker", "subclass", "our worker", "never", platform="cpu"),
     TouchedName(
         "vllm.v1.worker.cpu_worker:CPUWorker.init_device", "patch", "overridden in our worker", "never", platform="cpu"

@@ -109,6 +109,7 @@ def profile_of(hardware: str | None, num_ranks: int) -> HardwareProfile:
 def this_machine() -> HardwareProfile:
     cached, warnings = load_cached(cache_folder(), fingerprint(), quick=True)
     if cached is None:
+        from vllm_moe_lightning.integration.experts_probe import device_experts
         from vllm_moe_lightning.profiling import machine_profile  # torch, and the kernels
 
         logger.info(
@@ -117,7 +118,7 @@ def this_machine() -> HardwareProfile:
             cache_folder(),
         )
         started_s = time.monotonic()
-        cached, more = machine_profile(quick=True, disk_folder=cache_folder())
+        cached, more = machine_profile(quick=True, disk_folder=cache_folder(), experts_probe=device_experts)
         warnings = [*warnings, *more]
         logger.info("moe_lightning: measured in %.1f s", time.monotonic() - started_s)
     for warning in [*warnings, *cached.warnings]:
