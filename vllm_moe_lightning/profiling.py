@@ -73,13 +73,15 @@ def measure_machine(
     machine: str,
     *,
     quick: bool = False,
+    effort: Effort | None = None,
     disk_folder: Path = Path(),
     progress: Progress = lambda step, done, total: None,
 ) -> MeasuredMachine:
-    """Raises ValueError naming each reading that can't be. `machine`: its fingerprint."""
+    """Raises ValueError naming each reading that can't be. `machine`: its fingerprint; `effort`: in place of the quick
+    or the full one."""
     started_s, load_average = time.monotonic(), os.getloadavg()[0]
     num_threads = usable_cpus()
-    probes = _probes(num_threads, QUICK if quick else FULL, disk_folder)
+    probes = _probes(num_threads, effort or (QUICK if quick else FULL), disk_folder)
     readings: list[Reading] = []
     for index, (label, probe) in enumerate(probes.items()):
         progress(label, index, len(probes))
