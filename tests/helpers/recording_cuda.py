@@ -152,11 +152,11 @@ class RecordingCuda:
     def copy(self, stream: DoubleStream, dst: torch.Tensor, src: torch.Tensor) -> None:
         assert dst.dtype == src.dtype == torch.uint8
         self._note(stream, src, dst)
-        self._give(stream, lambda: dst.copy_(src))
+        self._give(stream, lambda: _in_inference(lambda: dst.copy_(src)))
 
     def fill(self, stream: DoubleStream, dst: torch.Tensor, byte: int) -> None:
         self._note(stream, None, dst)
-        self._give(stream, lambda: dst.fill_(byte))
+        self._give(stream, lambda: _in_inference(lambda: dst.fill_(byte)))
 
     def _note(self, stream: DoubleStream, src: torch.Tensor | None, dst: torch.Tensor) -> None:
         last = next((call for name, call in reversed(self.log.calls) if name == "operation"), None)
@@ -205,6 +205,12 @@ class RecordingCuda:
 
     def range_pop(self) -> None:
         pass
+
+
+def _in_inference(action: Callable[[], object]) -> None:
+    """The model's tensors are of inference mode, and a copy may happen in any thread."""
+    with torch.inference_mode():
+        action()
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
