@@ -127,6 +127,9 @@ class EmulatedDevice(Device):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return Buffer(name, torch.frombuffer(mapping, dtype=torch.uint8))
 
+    def pin(self, tensor: torch.Tensor, name: str) -> None:
+        """Nothing: its streams copy whatever memory there is."""
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
