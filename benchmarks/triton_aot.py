@@ -45,6 +45,7 @@ SIZE_DIVISIBILITY = 16  # of hidden and intermediate sizes, as of every model's
 
 SIZES = ("small", "medium", "large")
 KERNELS = ("gate_up_kernel", "down_kernel")
+VARIANTS = ("sorted tokens", "one token", "sizes with a rest")
 WEIGHTS = ("float16", "bfloat16", "float8 per tensor", "float8 by blocks of 128")
 
 
@@ -56,15 +57,18 @@ class Build:
     kernel: str
     weights: str
     size: str
+    variant: str
     tiles: dict[str, int]
     shared_bytes: int
     shared_limit_bytes: int
     tensor_memory_columns: int
     registers: int
     spilled_bytes: int
+    matrix_instruction: str
+    """"mma.sync", "wgmma", "tcgen05", or "none": then each product is a multiplication of its own."""
     num_warps: int
-    wide_load_ratio: float
-    """Of the loads inside the kernel's PTX that bring weights or tokens, those of 16 bytes."""
+    load_bytes: int
+    """Of weights and tokens, by one thread at a time; 16 is the most there is."""
     compile_s: float
 
     def faults(self) -> list[str]:
@@ -86,8 +90,8 @@ def weights_of(capability: int) -> list[str]:
     return [name for name in WEIGHTS if capability >= 80 or name != "bfloat16"]
 
 
-def compile_kernel(capability: int, kernel: str, weights: str, size: str) -> Build:
-    """kernel: gate_up_kernel or down_kernel; size: of tile_configs."""
+def compile_kernel(capability: int, kernel: str, weights: str, size: str, variant: str) -> Build:
+    """Arguments: a chip of SHARED_LIMIT_BYTES, and one of KERNELS, WEIGHTS, SIZES and VARIANTS."""
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
@@ -97,9 +101,9 @@ def compile_kernel(capability: int, kernel: str, weights: str, size: str) -> Bui
     from vllm_moe_lightning.kernels.paged_moe_launch import fp8_conversion
     from vllm_moe_lightning.kernels.tile_configs import configs_of
 
-    config = configs_of(capability)[size]
     is_fp8 = weights.startswith("float8")
     weight_type = torch.float8_e4m3fn if is_fp8 else getattr(torch, weights)
+    config = getattr(configs_of(capability, weight_type.itemsize), size)
     operand = "fp16" if weights == "float16" or capability < 80 else "bf16"
     function = getattr(paged_moe, kernel)
     constants: dict[str, Any] = {
@@ -107,9 +111,9 @@ def compile_kernel(capability: int, kernel: str, weights: str, size: str) -> Bui
         "FP8": fp8_conversion(weight_type, capability),
         "SCALED": is_fp8,
         "SCALED_BY_COLUMN": weights.endswith("of 128"),
-        "ONE_PER_TILE": False,
+        "ONE_PER_TILE": variant == "one token",
         "INTERPRETED": False,
-        "EVEN_K": True,
+        "EVEN_K": variant != "sizes with a rest",
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n * (2 if kernel == "down_kernel" else 1),
         "BLOCK_K": config.block_k,
@@ -144,7 +148,7 @@ def compile_kernel(capability: int, kernel: str, weights: str, size: str) -> Bui
         built = triton.compile(
             source,
             target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+            options={"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True},
         )
     compile_s = time.monotonic() - start_s
     registers = int(_last(r"Used (\d+) registers", log.getvalue()))
@@ -154,14 +158,16 @@ def compile_kernel(capability: int, kernel: str, weights: str, size: str) -> Bui
         kernel,
         weights,
         size,
+        variant,
         asdict(config),
         built.metadata.shared,
         SHARED_LIMIT_BYTES[capability],
         getattr(built.metadata, "tmem_size", None) or 0,
         registers,
         spilled,
+        _matrix_instruction(built.asm["ptx"]),
         built.metadata.num_warps,
-        _wide_load_ratio(built.asm["ptx"]),
+        _load_bytes(built.asm["ptx"]),
         round(compile_s, 2),
     )
 
@@ -173,27 +179,26 @@ def _last(pattern: str, log: str) -> str:
     return found[-1]
 
 
-def _wide_load_ratio(ptx: str) -> float:
-    """Bytes that one thread's loads bring in pieces of 16, of all that it loads; scalars and scales included."""
-    wide = narrow = 0
-    for line in ptx.splitlines():
-        if match := re.search(r"cp\.async\.c[ag]\.shared\.global.*?,\s*(0x[0-9a-f]+|\d+)", line):
-            num_bytes = int(match[1], 0)
-        elif match := re.search(r"ld\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.b(\d+)", line):
-            num_bytes = int(match[1] or 1) * int(match[2]) // 8
-        else:
-            continue
-        if num_bytes >= 16:
-            wide += num_bytes
-        else:
-            narrow += num_bytes
-    return round(wide / max(1, wide + narrow), 3)
+def _matrix_instruction(ptx: str) -> str:
+    names = {"tcgen05.mma": "tcgen05", "wgmma.mma_async": "wgmma", "mma.sync": "mma.sync"}
+    return next((name for instruction, name in names.items() if instruction in ptx), "none")
 
 
-def jobs(options: argparse.Namespace) -> Iterator[tuple[int, str, str, str]]:
+def _load_bytes(ptx: str) -> int:
+    """What one thread brings of weights and tokens at a time: the narrowest asynchronous copy; on a chip that has none,
+    the widest load, as others are of addresses and scales."""
+    copies = [int(size, 0) for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?,\s*(0x[0-9a-f]+|\d+)", ptx)]
+    loads = re.findall(r"ld\.global[.a-z0-9_:]*?(?:\.v(\d))?\.b(\d+)", ptx)
+    return min(copies, default=0) or max(int(count or 1) * int(bits) // 8 for count, bits in loads)
+
+
+def jobs(options: argparse.Namespace) -> Iterator[tuple[int, str, str, str, str]]:
+    """Variants other than the first are for the smallest tiles alone: they hardly change what a kernel uses."""
     for capability, kernel in product(options.sm, options.kernel):
         names = [name for name in weights_of(capability) if name in options.weights]
-        yield from ((capability, kernel, name, size) for name, size in product(names, options.size))
+        for name, size, variant in product(names, options.size, options.variant):
+            if variant == VARIANTS[0] or size == "small":
+                yield capability, kernel, name, size, variant
 
 
 def report(builds: list[Build]) -> dict[str, Any]:
@@ -209,7 +214,11 @@ def report(builds: list[Build]) -> dict[str, Any]:
         "commit": commit(),
         "command": "python benchmarks/triton_aot.py --json benchmarks/results/triton_aot.json",
         "num_builds": len(builds),
-        "faults": {f"sm_{b.capability} {b.kernel} {b.weights} {b.size}": b.faults() for b in builds if b.faults()},
+        "faults": {
+            f"sm_{b.capability}, {b.kernel}, {b.weights}, {b.size}, {b.variant}": b.faults()
+            for b in builds
+            if b.faults()
+        },
         "builds": [asdict(build) for build in builds],
     }
 
@@ -221,6 +230,7 @@ def main() -> int:
     parser.add_argument("--sm", type=int, nargs="+", default=chips, choices=chips)
     parser.add_argument("--size", nargs="+", default=SIZES, choices=SIZES)
     parser.add_argument("--kernel", nargs="+", default=KERNELS, choices=KERNELS)
+    parser.add_argument("--variant", nargs="+", default=VARIANTS, choices=VARIANTS)
     parser.add_argument("--weights", nargs="+", default=WEIGHTS, choices=WEIGHTS, help="bfloat16: from sm_80 on")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -233,10 +243,10 @@ def main() -> int:
             build = compile_kernel(*job)
             builds.append(build)
             print(
-                f"sm_{build.capability:<4} {build.kernel:<15} {build.weights:<24} {build.size:<7}"
+                f"sm_{build.capability:<4} {build.kernel:<15} {build.weights:<24} {build.size:<7}{build.variant:<18}"
                 f"{build.shared_bytes / KIB:6.1f} of {build.shared_limit_bytes / KIB:3.0f} KiB shared  "
                 f"{build.registers:3d} registers  {build.spilled_bytes:4d} B spilled  "
-                f"{build.wide_load_ratio:4.0%} wide  {build.compile_s:5.2f} s  {'; '.join(build.faults())}",
+                f"{build.matrix_instruction:<8}  {build.load_bytes:2d} B loads  {build.compile_s:5.2f} s  {'; '.join(build.faults())}",
                 flush=True,
             )
     result = report(builds)

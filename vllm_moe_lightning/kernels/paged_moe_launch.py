@@ -126,7 +126,14 @@ class PagedMoeStep:
             if scales is not None and scales.values.shape[2] > 1
         ]
         num_tokens, top_k = self._topk_ids.shape
-        return config_for(self._capability, num_tokens, top_k, self._shape.num_experts, min(groups, default=0))
+        return config_for(
+            self._capability,
+            self._shape.dtype.itemsize,
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_experts=self._shape.num_experts,
+            columns_per_scale=min(groups, default=0),
+        )
 
     def _launch_gate_up(self, table: PageTable, tiles: TokenTiles, config: TileConfig) -> None:
         shape = self._shape
@@ -200,6 +207,7 @@ class PagedMoeStep:
             "GROUP_M": config.group_m,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
+            "enable_fp_fusion": True,  # the default of Triton to 3.9, no longer of 3.10
         }
 
 

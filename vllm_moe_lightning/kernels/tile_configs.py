@@ -17,69 +17,109 @@ class TileConfig:
     block_m: int
     block_n: int
     block_k: int
-    group_m: int  # tiles that go through an N-tile's weights one after the other
+    group_m: int  # tiles that go through an N-tile's weights one after the other: an expert's are neighbours
     num_warps: int
     num_stages: int  # of loads in flight; without effect before sm_80
 
 
-SMALL = "small"  # up to 16 tokens per expert: reads each weight once, so all that counts is bytes in flight
-MEDIUM = "medium"  # up to 64
-LARGE = "large"
+@dataclass(frozen=True)
+class ChipConfigs:
+    """small: bound by reading weights, so all that counts is bytes in flight; large: by arithmetic."""
+
+    small: TileConfig
+    medium: TileConfig
+    large: TileConfig
+
 
 # By compute capability. A chip takes the newest entry that is not newer than itself.
-CONFIGS: dict[int, dict[str, TileConfig]] = {
-    # No asynchronous copies, so one stage; 64 KiB for all blocks of a multiprocessor.
-    75: {
-        SMALL: TileConfig(16, 32, 64, 1, 4, 1),
-        MEDIUM: TileConfig(32, 64, 32, 4, 4, 1),
-        LARGE: TileConfig(64, 64, 32, 8, 8, 1),
-    },
-    80: {
-        SMALL: TileConfig(16, 32, 128, 1, 4, 4),
-        MEDIUM: TileConfig(64, 64, 64, 4, 4, 3),
-        LARGE: TileConfig(128, 64, 64, 8, 8, 3),
-    },
-    # 99 KiB: fewer stages than sm_80.
-    86: {
-        SMALL: TileConfig(16, 32, 128, 1, 4, 3),
-        MEDIUM: TileConfig(64, 64, 32, 4, 4, 4),
-        LARGE: TileConfig(128, 64, 32, 8, 8, 4),
-    },
-    90: {
-        SMALL: TileConfig(16, 32, 128, 1, 4, 4),
-        MEDIUM: TileConfig(64, 64, 64, 4, 4, 4),
-        LARGE: TileConfig(128, 128, 64, 8, 8, 3),
-    },
-    100: {
-        SMALL: TileConfig(16, 32, 128, 1, 4, 4),
-        MEDIUM: TileConfig(64, 64, 64, 4, 4, 4),
-        LARGE: TileConfig(128, 128, 64, 8, 8, 3),
-    },
-    120: {
-        SMALL: TileConfig(16, 32, 128, 1, 4, 3),
-        MEDIUM: TileConfig(64, 64, 32, 4, 4, 4),
-        LARGE: TileConfig(128, 64, 32, 8, 8, 4),
-    },
+CONFIGS_16_BIT = {
+    # No asynchronous copies; and Triton 3.9 has no tensor cores for it, so a tile's unused rows cost as much as the used.
+    75: ChipConfigs(
+        small=TileConfig(4, 64, 64, 4, 4, 1),
+        medium=TileConfig(16, 64, 32, 4, 4, 1),
+        large=TileConfig(64, 32, 32, 8, 8, 1),
+    ),
+    80: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 4),
+        medium=TileConfig(64, 64, 64, 4, 4, 3),
+        large=TileConfig(128, 64, 64, 8, 8, 3),
+    ),
+    # 99 KiB of shared memory: fewer or shorter stages than sm_80.
+    86: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 3),
+        medium=TileConfig(64, 64, 32, 4, 4, 4),
+        large=TileConfig(128, 64, 32, 8, 8, 4),
+    ),
+    90: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 4),
+        medium=TileConfig(64, 64, 64, 4, 4, 4),
+        large=TileConfig(128, 128, 64, 8, 8, 3),
+    ),
+    100: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 4),
+        medium=TileConfig(64, 64, 64, 4, 4, 4),
+        large=TileConfig(128, 128, 64, 8, 8, 3),
+    ),
+    120: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 3),
+        medium=TileConfig(64, 64, 32, 4, 4, 4),
+        large=TileConfig(128, 64, 32, 8, 8, 4),
+    ),
+}
+
+# Conversion takes registers, and so do sums that wait for a block's scale: fewer columns, or more warps.
+CONFIGS_FLOAT8 = {
+    75: CONFIGS_16_BIT[75],
+    80: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 4),
+        medium=TileConfig(64, 32, 64, 4, 4, 4),
+        large=TileConfig(128, 32, 64, 8, 4, 3),
+    ),
+    90: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 4),
+        medium=TileConfig(64, 64, 64, 4, 4, 4),
+        large=TileConfig(128, 64, 64, 8, 8, 3),
+    ),
+    100: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 4),
+        medium=TileConfig(64, 64, 64, 4, 8, 4),
+        large=TileConfig(128, 32, 128, 8, 8, 3),
+    ),
+    120: ChipConfigs(
+        small=TileConfig(16, 32, 128, 4, 4, 3),
+        medium=TileConfig(64, 32, 64, 4, 4, 4),
+        large=TileConfig(128, 32, 128, 8, 8, 3),
+    ),
 }
 
 
-def configs_of(capability: int) -> dict[str, TileConfig]:
-    """capability: 10 major + minor, as in sm_90. Raises ValueError for a chip older than all entries."""
-    entries = [entry for entry in CONFIGS if entry <= capability]
-    if not entries:
-        raise ValueError(f"sm_{capability} is older than sm_{min(CONFIGS)}, the oldest chip of paged_fused_moe")
-    return CONFIGS[max(entries)]
+def configs_of(capability: int, weight_bytes: int) -> ChipConfigs:
+    """capability: 10 major + minor, as in sm_90; weight_bytes: of one weight, 1 or 2.
 
-
-def config_for(capability: int, num_tokens: int, top_k: int, num_experts: int, columns_per_scale: int) -> TileConfig:
-    """By the tokens that an expert has on average, were all equally liked.
-
-    columns_per_scale: of block scales, of which a step over K may meet only one; 0: one for all columns.
+    Raises ValueError for a chip older than all entries.
     """
+    table = CONFIGS_FLOAT8 if weight_bytes == 1 else CONFIGS_16_BIT
+    entries = [entry for entry in table if entry <= capability]
+    if not entries:
+        raise ValueError(f"sm_{capability} is older than sm_{min(table)}, the oldest chip of paged_fused_moe")
+    return table[max(entries)]
+
+
+def config_for(
+    capability: int,
+    weight_bytes: int,
+    *,
+    num_tokens: int,
+    top_k: int,
+    num_experts: int,
+    columns_per_scale: int = 0,  # of block scales, of which a step over K may meet only one; 0: one for all columns
+) -> TileConfig:
+    """The smallest tile that takes the tokens which an expert has if all are equally liked."""
+    configs = configs_of(capability, weight_bytes)
     num_choices = num_tokens * top_k
     tokens_per_expert = num_choices / max(1, min(num_experts, num_choices))
-    size = SMALL if tokens_per_expert <= 16 else MEDIUM if tokens_per_expert <= 64 else LARGE
-    config = configs_of(capability)[size]
+    fitting = (config for config in (configs.small, configs.medium) if tokens_per_expert <= config.block_m)
+    config = next(fitting, configs.large)
     if columns_per_scale and columns_per_scale < config.block_k:
         return replace(config, block_k=columns_per_scale)
     return config
