@@ -71,6 +71,17 @@ class Build:
     """Of weights and tokens, by one thread at a time; 16 is the most there is."""
     compile_s: float
 
+    @property
+    def name(self) -> str:
+        return f"sm_{self.capability}, {self.kernel}, {self.weights}, {self.size}, {self.variant}"
+
+    def line(self) -> str:
+        return (
+            f"{self.name:<80}{self.shared_bytes / KIB:6.1f} of {self.shared_limit_bytes / KIB:3.0f} KiB shared  "
+            f"{self.registers:3d} registers  {self.spilled_bytes:4d} B spilled  {self.matrix_instruction:<8}  "
+            f"{self.load_bytes:2d} B loads  {self.compile_s:5.2f} s  {'; '.join(self.faults())}"
+        )
+
     def faults(self) -> list[str]:
         found = []
         if self.shared_bytes > self.shared_limit_bytes:
@@ -214,11 +225,7 @@ def report(builds: list[Build]) -> dict[str, Any]:
         "commit": commit(),
         "command": "python benchmarks/triton_aot.py --json benchmarks/results/triton_aot.json",
         "num_builds": len(builds),
-        "faults": {
-            f"sm_{b.capability}, {b.kernel}, {b.weights}, {b.size}, {b.variant}": b.faults()
-            for b in builds
-            if b.faults()
-        },
+        "faults": {build.name: build.faults() for build in builds if build.faults()},
         "builds": [asdict(build) for build in builds],
     }
 
@@ -242,13 +249,7 @@ def main() -> int:
         for job in jobs(options):
             build = compile_kernel(*job)
             builds.append(build)
-            print(
-                f"sm_{build.capability:<4} {build.kernel:<15} {build.weights:<24} {build.size:<7}{build.variant:<18}"
-                f"{build.shared_bytes / KIB:6.1f} of {build.shared_limit_bytes / KIB:3.0f} KiB shared  "
-                f"{build.registers:3d} registers  {build.spilled_bytes:4d} B spilled  "
-                f"{build.matrix_instruction:<8}  {build.load_bytes:2d} B loads  {build.compile_s:5.2f} s  {'; '.join(build.faults())}",
-                flush=True,
-            )
+            print(build.line(), flush=True)
     result = report(builds)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

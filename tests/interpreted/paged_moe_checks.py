@@ -151,11 +151,10 @@ def test_the_tiles_that_a_chip_would_get_match_the_reference() -> None:
 
 
 def test_the_order_of_tiles_changes_no_bit() -> None:
-    layer = PagedLayer(PagedCase(num_tokens=70, num_experts=3, hidden_size=64, intermediate_size=64))
+    layer = PagedLayer(PagedCase(num_tokens=50, num_experts=3, hidden_size=32, intermediate_size=64))
     arguments = (layer.hidden, layer.topk_weights, layer.topk_ids, layer.table)
-    outputs = [paged_fused_moe(*arguments, config=replace(GROUPED, group_m=group_m)) for group_m in (1, 2, 8)]
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    outputs = [paged_fused_moe(*arguments, config=replace(GROUPED, group_m=group_m)) for group_m in (1, 2)]
+    assert torch.equal(*outputs)
 
 
 def test_experts_in_parts_give_the_same_bits_as_all_at_once() -> None:
@@ -167,7 +166,7 @@ def test_experts_in_parts_give_the_same_bits_as_all_at_once() -> None:
     assert torch.equal(step.finish(), whole)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 7, 8])
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
 def test_residency_and_kernel_together_match_the_reference_for_every_number_of_slots(num_slots: int) -> None:
     device = EmulatedDevice(timing="lazy", poison=True, check_hazards=True)
     experts = EmulatedExperts(device, num_layers=2, num_experts=8, num_slots=num_slots)

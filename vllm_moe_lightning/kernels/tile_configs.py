@@ -33,7 +33,7 @@ class ChipConfigs:
 
 # By compute capability. A chip takes the newest entry that is not newer than itself.
 CONFIGS_16_BIT = {
-    # No asynchronous copies; and Triton 3.9 has no tensor cores for it, so a tile's unused rows cost as much as the used.
+    # No asynchronous copies; and Triton 3.9 leaves its tensor cores alone, so a tile's unused rows take time too.
     75: ChipConfigs(
         small=TileConfig(4, 64, 64, 4, 4, 1),
         medium=TileConfig(16, 64, 32, 4, 4, 1),
@@ -73,15 +73,15 @@ CONFIGS_FLOAT8 = {
     80: ChipConfigs(
         small=TileConfig(16, 32, 128, 4, 4, 4),
         medium=TileConfig(64, 32, 64, 4, 4, 4),
-        large=TileConfig(128, 32, 64, 8, 4, 3),
+        large=TileConfig(128, 32, 64, 8, 8, 3),
     ),
     90: ChipConfigs(
-        small=TileConfig(16, 32, 128, 4, 4, 4),
+        small=TileConfig(16, 32, 64, 4, 4, 5),
         medium=TileConfig(64, 64, 64, 4, 4, 4),
         large=TileConfig(128, 64, 64, 8, 8, 3),
     ),
     100: ChipConfigs(
-        small=TileConfig(16, 32, 128, 4, 4, 4),
+        small=TileConfig(16, 32, 64, 4, 4, 5),
         medium=TileConfig(64, 64, 64, 4, 8, 4),
         large=TileConfig(128, 32, 128, 8, 8, 3),
     ),

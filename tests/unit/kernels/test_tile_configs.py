@@ -28,6 +28,6 @@ def test_few_tokens_of_many_experts_have_one_each() -> None:
 
 def test_a_step_over_k_meets_one_block_of_scales() -> None:
     def block_k(columns_per_scale: int) -> int:
-        return config_for(90, 1, num_tokens=1, top_k=2, num_experts=8, columns_per_scale=columns_per_scale).block_k
+        return config_for(80, 1, num_tokens=1, top_k=2, num_experts=8, columns_per_scale=columns_per_scale).block_k
 
     assert [block_k(columns) for columns in (0, 64, 128, 256)] == [128, 64, 128, 128]
