@@ -212,22 +212,27 @@ def jobs(options: argparse.Namespace) -> Iterator[tuple[int, str, str, str, str]
                 yield capability, kernel, name, size, variant
 
 
-def report(builds: list[Build]) -> dict[str, Any]:
+def report(builds: list[Build], commit: str) -> dict[str, Any]:
     import torch
     import triton
-
-    from benchmarks.machine import commit
 
     return {
         "what": "ahead-of-time compilation, no GPU: resources, not speed",
         "triton": triton.__version__,
         "torch": torch.__version__,
-        "commit": commit(),
+        "commit": commit,
         "command": "python benchmarks/triton_aot.py --json benchmarks/results/triton_aot.json",
         "num_builds": len(builds),
         "faults": {build.name: build.faults() for build in builds if build.faults()},
         "builds": [asdict(build) for build in builds],
     }
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """JSON with a line per build."""
+    head = json.dumps({**result, "builds": []}, indent=1)
+    lines = ",\n  ".join(json.dumps(build) for build in result["builds"])
+    return head.replace('"builds": []', f'"builds": [\n  {lines}\n ]') + "\n"
 
 
 def main() -> int:
@@ -242,7 +247,9 @@ def main() -> int:
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET is set: nothing would be compiled; unset it")
-    builds = []
+    from benchmarks.machine import commit
+
+    builds, started_at = [], commit()
     with tempfile.TemporaryDirectory(prefix="triton-aot-") as cache:
         # Before triton is imported: each build is a real one, and leaves nothing behind.
         os.environ["TRITON_CACHE_DIR"] = cache
@@ -250,10 +257,10 @@ def main() -> int:
             build = compile_kernel(*job)
             builds.append(build)
             print(build.line(), flush=True)
-    result = report(builds)
+    result = report(builds, started_at)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        options.json.write_text(as_text(result))
     return 1 if result["faults"] else 0
 
 

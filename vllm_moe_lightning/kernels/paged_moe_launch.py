@@ -30,6 +30,7 @@ from vllm_moe_lightning.kernels.token_tiles import TokenTiles, tiles_of
 FIRST_WITH_BFLOAT16 = 80  # compute capabilities
 FIRST_WITH_FLOAT8 = 89
 INTERPRETED_CAPABILITY = 80  # whose tiles are taken where Triton's interpreter stands in for a GPU
+MAX_CHOICES = 1 << 30  # counted in int32, with the places of tiles that are not full
 SUM_BLOCK = 1024  # columns that a program of the sum over choices has
 
 
@@ -44,7 +45,8 @@ def paged_fused_moe(
 ) -> torch.Tensor:
     """sum over k of topk_weights * w2 (silu(w1 x) * (w3 x)), in float32, rounded to hidden's dtype. Returns the output.
 
-    Launches on the current stream and asks the device for nothing, so the host never waits. Every expert that an id
+    Launches on the current stream and asks the device for nothing, so the host never waits. Takes C (4 H + 2 I) bytes
+    of device memory while it runs. Every expert that an id
     names must be in the pages by the time that the stream gets there; the ids themselves are not checked, as that would
     wait. Experts without tokens cost nothing, whatever their addresses are.
 
@@ -80,8 +82,8 @@ class PagedMoeStep:
         self._capability = _capability_of(hidden.device, self._interpreted)
         check_dtype(hidden.dtype, self._capability)
         self._hidden, self._shape, self._config = hidden, shape, config
-        self._topk_weights, self._topk_ids = topk_weights.float().contiguous(), topk_ids.int().contiguous()
         num_choices = topk_ids.numel()
+        self._topk_weights, self._topk_ids = topk_weights.float().contiguous(), topk_ids.int().contiguous()
         self._inner = hidden.new_empty(num_choices, shape.intermediate_size)
         self._choice_outputs = hidden.new_empty(num_choices, shape.hidden_size, dtype=torch.float32)
 
@@ -244,6 +246,8 @@ def check_inputs(hidden: torch.Tensor, topk_weights: torch.Tensor, topk_ids: tor
     num_tokens = hidden.shape[0]
     if topk_ids.dim() != 2 or topk_ids.shape[0] != num_tokens or topk_ids.shape[1] < 1 or topk_ids.is_floating_point():
         raise ValueError(f"topk_ids must be integers [{num_tokens}, top_k], got {_show(topk_ids)}")
+    if topk_ids.numel() > MAX_CHOICES:
+        raise ValueError(f"topk_ids: {topk_ids.numel()} choices are over {MAX_CHOICES} in one call; divide the tokens")
     if topk_weights.shape != topk_ids.shape:
         raise ValueError(f"topk_weights must be {list(topk_ids.shape)}, got {_show(topk_weights)}")
     for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):

@@ -42,5 +42,5 @@ def run_paged_experts(
     step: _Step = make_step(hidden, topk_weights, topk_ids, residency.shape(layer))
     for wave in residency.waves(layer, host_topk_ids):
         with residency.use(wave, reads=reads, writes=writes) as table:
-            step.add(table, wave.experts)
+            step.add(table, None if wave.is_whole_step else wave.experts)
     return step.finish()

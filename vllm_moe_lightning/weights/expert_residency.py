@@ -87,6 +87,8 @@ class Wave:
     layer: int
     experts: tuple[int, ...]
     residents: tuple[Resident, ...] = field(repr=False)
+    is_whole_step: bool
+    """Whether these are all experts that the step asked for."""
 
 
 class ExpertResidency:
@@ -161,7 +163,7 @@ class ExpertResidency:
             step = self._num_experts_per_wave
             groups = [hits, *(misses[begin : begin + step] for begin in range(0, len(misses), step))]
         for group in filter(None, groups):
-            wave = self._bring(layer, group)
+            wave = self._bring(layer, group, is_whole_step=len(group) == len(asked))
             try:
                 yield wave
             finally:  # also when the caller gives up
@@ -196,7 +198,7 @@ class ExpertResidency:
             self._device.release(name)
         self._frames, self._free, self._residents, self._tables = [], [], {}, {}
 
-    def _bring(self, layer: int, experts: Collection[int]) -> Wave:
+    def _bring(self, layer: int, experts: Collection[int], *, is_whole_step: bool) -> Wave:
         """Pins those that are there, then fetches the others."""
         self.counters.num_waves += 1
         present = [self._residents[layer, expert] for expert in experts if (layer, expert) in self._residents]
@@ -213,7 +215,7 @@ class ExpertResidency:
             resident = self._fetch(layer, expert)
             self._pin(resident)
             present.append(resident)
-        return Wave(layer, tuple(experts), tuple(present))
+        return Wave(layer, tuple(experts), tuple(present), is_whole_step)
 
     def _pin(self, resident: Resident) -> None:
         if not resident.num_pins:

@@ -67,6 +67,15 @@ def test_tensors_that_do_not_fit_are_refused_by_name(name: str, change: dict[str
         check_inputs(**{**given, **change}, shape=SHAPE)
 
 
+def test_more_choices_than_can_be_counted_are_refused() -> None:
+    num_tokens = (1 << 29) + 1
+    hidden = torch.zeros(1, 64, dtype=torch.float16).expand(num_tokens, 64)
+    ids = torch.zeros(1, 2, dtype=torch.int32).expand(num_tokens, 2)
+    weights = torch.zeros(1, 2).expand(num_tokens, 2)
+    with pytest.raises(ValueError, match="choices are over 1073741824 in one call; divide the tokens"):
+        check_inputs(hidden, weights, ids, SHAPE)
+
+
 def test_bfloat16_is_refused_where_the_chip_has_none() -> None:
     check_dtype(torch.bfloat16, 80)
     check_dtype(torch.float16, 75)

@@ -88,12 +88,27 @@ def test_only_the_experts_that_were_asked_for_are_moved(make: Make) -> None:
     assert moved(experts) == ["expert(1,7)"]
     step(experts, 1, [2, 7])
     assert moved(experts) == []
+    assert [wave.is_whole_step for wave in experts.residency.waves(1, torch.tensor([7, 2]))] == [True]
     counters = experts.residency.counters
-    assert (counters.num_steps, counters.num_waves) == (3, 3)
-    assert (counters.num_hits, counters.num_misses, counters.num_evictions) == (3, 3, 0)
+    assert (counters.num_steps, counters.num_waves) == (4, 4)
+    assert (counters.num_hits, counters.num_misses, counters.num_evictions) == (5, 3, 0)
     expert_bytes = experts.layers[0].shape.expert_bytes
     assert counters.bytes_moved == experts.device.totals()["h2d"].num_bytes == 3 * expert_bytes
     assert counters.pages_moved == 3 * ExpertPages(experts.layers[0].shape, 512).num_pages
+
+
+def test_more_experts_than_slots_come_in_waves_the_present_ones_first(make: Make) -> None:
+    experts = make(num_slots=4)
+    step(experts, 0, [2, 5])
+    waves = []
+    for wave in experts.residency.waves(0, torch.arange(NUM_EXPERTS)):
+        waves.append(wave.experts)
+        assert not wave.is_whole_step
+        with experts.residency.use(wave):
+            pass
+    assert waves[0] == (2, 5)
+    assert sorted(expert for wave in waves for expert in wave) == list(range(NUM_EXPERTS))
+    assert len(waves) == 1 + 6  # a quarter of the slots each
 
 
 def test_hot_experts_stay_while_cold_ones_pass_through(make: Make) -> None:
