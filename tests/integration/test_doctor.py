@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -57,7 +56,7 @@ def doctor(model: Path, *options: str, environment: Mapping[str, str] | None = N
     return result.returncode, found
 
 
-def test_the_shipped_model_will_run_here(tmp_path):
+def test_the_shipped_model_will_run_here():
     code, found = doctor(EXAMPLE, "--device-memory-mib", "6")
     assert code == 0, [finding for lines in found.values() for finding in lines if finding["state"] == "will fail"]
     for name in ("shards", "tensors", "host memory", "solver", "native library", "vLLM's names", "features", "plan"):
@@ -80,6 +79,7 @@ def test_every_fault_is_named_before_a_weight_is_read(tmp_path):
             "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
             "XDG_CACHE_HOME": str(cache),
             "VLLM_PLUGINS": "lora_filesystem_resolver",
+            "VLLM_CACHE_ROOT": str(Path.home() / ".cache/vllm"),  # what it knows of model classes, else found anew
         },
         preexec_fn=limit_locked_memory,
     )
@@ -95,14 +95,3 @@ def test_every_fault_is_named_before_a_weight_is_read(tmp_path):
     assert str(cache) in found["profile cache"][0]["found"]
     assert all(finding["cure"] for lines in found.values() for finding in lines if finding["state"] != "ok")
     assert found["features"][0]["state"] == "ok", "a wrong version hid what comes after it"
-
-
-def test_a_damaged_copy_of_the_shipped_model_is_named(tmp_path):
-    model = shutil.copytree(EXAMPLE, tmp_path / "copy")
-    os.truncate(model / "model.safetensors", 5_000_000)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_attention_heads": 3}))
-    code, found = doctor(model, "--max-model-len", "100000")
-    assert code == 1
-    assert "has 5000000 bytes and its tensors need" in found["shards"][0]["found"]
-    assert found["vLLM's configuration"][0]["state"] == "will fail"
