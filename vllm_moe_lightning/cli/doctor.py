@@ -68,6 +68,9 @@ def _show(model: str, sections: Mapping[str, list[Finding]], duration_s: float) 
 
     styles = {State.OK: "", State.WARNING: "yellow", State.FAIL: "bold red"}
     table = Table(title=model, title_justify="left", show_header=False)
+    for _ in range(3):
+        table.add_column()
+    table.add_column(overflow="fold")
     for section, findings in sections.items():
         for index, finding in enumerate(findings):
             # Text, since brackets in what was found are no mark-up.

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_moe_lightning.checkpoint import CURE, INDEX_NAME, check_checkpoint, read_header
-from vllm_moe_lightning.doctor.finding import Finding, ok, refusal, warning, will_fail
+from vllm_moe_lightning.doctor.finding import Finding, ok, refusal, size_text, warning, will_fail
 from vllm_moe_lightning.errors import CheckpointError, UnsupportedError
 from vllm_moe_lightning.model_config import spec_from_config
 from vllm_moe_lightning.model_spec import MoeModelSpec
 
-GB = 1e9
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken", "*.model.v*")
 POINTER_START = b"version https://git-lfs"
 NUM_NAMED = 8  # of many missing shards, a message names these
@@ -55,7 +54,7 @@ def architecture(raw: Mapping[str, Any], name: str) -> Finding:
     return ok(
         "architecture",
         f"{names}: {spec.num_layers} layers, {spec.num_experts} experts of which {spec.top_k} work for a token, "
-        f"{spec.total_bytes / GB:.3g} GB, {spec.expert_bytes_total / spec.total_bytes:.0%} of it experts",
+        f"{size_text(spec.total_bytes)}, {spec.expert_bytes_total / spec.total_bytes:.0%} of it experts",
     )
 
 
@@ -124,7 +123,7 @@ def shards(folder: Path) -> list[Finding]:
             faults.append(refusal("shards", error))
         else:
             num_bytes += file.stat().st_size
-    return faults or [ok("shards", f"{len(files)} whole, {num_bytes / GB:.3g} GB, headers read")]
+    return faults or [ok("shards", f"{len(files)} whole, {size_text(num_bytes)}, headers read")]
 
 
 def tensors(folder: Path, raw: Mapping[str, Any]) -> Finding:

@@ -8,10 +8,10 @@ import shutil
 import time
 from pathlib import Path
 
-from vllm_moe_lightning.doctor.finding import Finding, ok, warning
+from vllm_moe_lightning.doctor.finding import Finding, ok, size_text, warning
 from vllm_moe_lightning.host_limits import IN_MEMORY, ROOT, file_system_of
 
-GB, MB = 1e9, 1e6
+GB = 1e9
 SAMPLE_S = 0.5
 CHUNK_BYTES = 8 << 20
 LEAST_SAMPLE_BYTES = 1 << 20
@@ -33,12 +33,12 @@ def read_speed(files: list[Path], root: Path = ROOT) -> Finding:
         return ok(name, f"{kind}, which is memory")
     num_bytes, seconds, is_direct = _read_sample(largest)
     if num_bytes < LEAST_SAMPLE_BYTES:
-        return ok(name, f"{kind}; {total / MB:.3g} MB are too little to time")
+        return ok(name, f"{kind}; {size_text(total)} are too little to time")
     rate = num_bytes / seconds
     how = "past the page cache" if is_direct else "perhaps from the page cache"
     loading_s = total / rate
     found = (
-        f"{kind} reads {rate / GB:.3g} GB/s ({num_bytes / MB:.0f} MB, {how}): {loading_s:.2g} s for {total / GB:.3g} GB"
+        f"{kind} reads {rate / GB:.3g} GB/s ({size_text(num_bytes)}, {how}): {loading_s:.2g} s for {size_text(total)}"
     )
     if loading_s > SLOW_LOADING_S:
         return warning(name, found, "copy the checkpoint to a local SSD", f"{SLOW_LOADING_S / 60:.0f} min")
@@ -69,7 +69,7 @@ def free_space(what: str, folder: Path) -> Finding:
     """Of the file system that `folder` is on, or will be."""
     there = next(place for place in (folder, *folder.parents) if place.exists())
     free = shutil.disk_usage(there).free
-    found, limit = f"{free / GB:.3g} GB free at {folder}", f"{LEAST_FREE_BYTES / MB:.0f} MB"
+    found, limit = f"{size_text(free)} free at {folder}", size_text(LEAST_FREE_BYTES)
     if free < LEAST_FREE_BYTES:
         return warning(what, found, "make room there", limit)
     return ok(what, found, limit)

@@ -9,6 +9,8 @@ import msgspec
 
 from vllm_moe_lightning.errors import MoeLightningError
 
+GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+
 
 class State(StrEnum):
     """In order of weight."""
@@ -59,6 +61,13 @@ def findings_of(name: str, check: Check) -> list[Finding]:
     except (OSError, ValueError) as error:
         return [warning(name, f"could not be checked: {error}", "see the reason; the start itself may still work")]
     return found if isinstance(found, list) else [found]
+
+
+def size_text(num_bytes: float) -> str:
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
+        if abs(num_bytes) >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes:.0f} bytes"
 
 
 def worst_of(findings: Iterable[Finding]) -> State:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_moe_lightning.doctor.finding import Finding, ok, warning, will_fail
-from vllm_moe_lightning.doctor.memory import Need, size_text
+from vllm_moe_lightning.doctor.finding import Finding, ok, size_text, warning, will_fail
+from vllm_moe_lightning.doctor.memory import Need
 from vllm_moe_lightning.hardware import EMULATED_GPU_NAME
 from vllm_moe_lightning.host_limits import ROOT, total_memory_bytes
 from vllm_moe_lightning.machine_readings import MeasuredMachine

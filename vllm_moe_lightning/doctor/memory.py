@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_moe_lightning.doctor.finding import Finding, ok, warning, will_fail
+from vllm_moe_lightning.doctor.finding import Finding, ok, size_text, warning, will_fail
 from vllm_moe_lightning.host_limits import (
     ROOT,
     available_memory_bytes,
@@ -19,7 +19,7 @@ from vllm_moe_lightning.host_limits import (
 )
 from vllm_moe_lightning.model_spec import MoeModelSpec
 
-GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+GIB, MIB = 1 << 30, 1 << 20
 # While it loads, the engine holds at most this share more than after, and one shard.
 LOADING_SHARE = 1.10
 EXPECTED_TOKENS = 640
@@ -31,13 +31,6 @@ STRICT_OVERCOMMIT = "2"
 SHM_THREAD_BYTES = 4 * MIB
 # ... and the message queues of executor and workers are rings, of which small messages touch a part.
 SHM_QUEUE_BYTES = 64 * MIB
-
-
-def size_text(num_bytes: float) -> str:
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if abs(num_bytes) >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.0f} bytes"
 
 
 @dataclass(frozen=True)
