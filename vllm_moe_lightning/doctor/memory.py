@@ -27,10 +27,10 @@ EXPECTED_TOKENS = 640
 SWAP_SHARE = 0.05
 """Of all memory: with more of it swapped out, something of somebody's is in the way."""
 STRICT_OVERCOMMIT = "2"
-# /dev/shm, with several ranks: vLLM's collectives take this much for each thread, written to at once ...
+# /dev/shm: the collectives of several ranks on the CPU build have a buffer for each of their threads (seen with two
+# ranks of one), and the largest message of the executor's queue is this long.
 SHM_THREAD_BYTES = 4 * MIB
-# ... and the message queues of executor and workers are rings, of which small messages touch a part.
-SHM_QUEUE_BYTES = 64 * MIB
+SHM_MESSAGE_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,11 @@ def swap(root: Path = ROOT) -> Finding:
 
 
 def shared_memory(num_ranks: int, num_threads: int, folder: Path) -> Finding:
-    """`folder`: /dev/shm. The executor's queues and the ranks' collectives live there, and a full one is a SIGBUS."""
+    """num_threads: of all ranks together. folder: /dev/shm, where a write that finds no room is a SIGBUS."""
     state = os.statvfs(folder)
     free = state.f_bavail * state.f_frsize
     found = f"{size_text(free)} free of {size_text(state.f_blocks * state.f_frsize)} in {folder}"
-    need = SHM_QUEUE_BYTES + (num_ranks * num_threads * SHM_THREAD_BYTES if num_ranks > 1 else 0)
+    need = SHM_MESSAGE_BYTES + (num_threads * SHM_THREAD_BYTES if num_ranks > 1 else 0)
     wanted = f"{size_text(need)} for {num_ranks} rank{'s' * (num_ranks > 1)}"
     if free >= need:
         return ok("shared memory", found, wanted)
