@@ -69,6 +69,7 @@ def _software() -> Mapping[str, Check]:
     return {
         "plugin": software.plugin,
         software.PLUGINS_VARIABLE: software.allowed_plugins,
+        "requirements": software.requirements,
         "vLLM's distribution": software.distribution,
         "torchvision & co.": software.companions,
         "native library": software.native_library,

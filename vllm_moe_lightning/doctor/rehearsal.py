@@ -6,6 +6,7 @@ So a vLLM that cannot be imported, crashes or hangs is one line of the diagnosis
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from typing import Self
 
 import msgspec
 
-from vllm_moe_lightning.doctor.finding import Finding, will_fail
+from vllm_moe_lightning.doctor.finding import Finding, State, will_fail
 from vllm_moe_lightning.doctor.question import Question, StartFacts
 
 MODULE = "vllm_moe_lightning.integration.rehearsal"
 TIMEOUT_S = 180.0
+VLLM_POINTS_AT_LOG = "check the logs"
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -80,7 +82,7 @@ class Rehearsal:
         raw = self._answer.read_bytes() if self._answer.exists() else b""
         # A line that was cut off by the end has no newline.
         lines = [msgspec.json.decode(line, type=Line) for line in raw.splitlines(True) if line.endswith(b"\n")]
-        findings = [line.finding for line in lines if line.finding is not None]
+        findings = [self._with_reason(line.finding) for line in lines if line.finding is not None]
         facts = next((line.facts for line in reversed(lines) if line.facts is not None), StartFacts())
         step = next((line.step for line in reversed(lines) if line.step is not None), "start Python")
         if step != LAST_STEP:
@@ -88,6 +90,13 @@ class Rehearsal:
             cure = "see `python -c 'import torch, vllm'` for the whole message; reinstall what it names"
             findings.append(will_fail(step, how, cure))
         return findings, facts
+
+    def _with_reason(self, finding: Finding) -> Finding:
+        """Where vLLM points at its log, which nobody sees, the last error in it is added."""
+        errors = re.findall(r"\w+Error: .+", self._log.read_text(errors="replace"))
+        if errors and finding.state is State.FAIL and VLLM_POINTS_AT_LOG in finding.found:
+            return msgspec.structs.replace(finding, found=f"{finding.found} {errors[-1]}")
+        return finding
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").split("\n")

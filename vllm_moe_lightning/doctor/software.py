@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from vllm_moe_lightning.policy.milp import try_solver
 from vllm_moe_lightning.profile_cache import STALE_AFTER_S, cache_folder, fingerprint, load_cached
 
 PLUGIN_GROUP, PLUGIN_NAME, PLUGIN_VALUE = "vllm.general_plugins", "moe_lightning", "vllm_moe_lightning:register"
+DISTRIBUTION = "vllm-moe-lightning"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 DAY_S = 24 * 3600.0
@@ -50,6 +51,22 @@ def allowed_plugins(environment: Mapping[str, str] = os.environ) -> Finding:
         return ok(PLUGINS_VARIABLE, allowed)
     cure = f"unset it, or add {PLUGIN_NAME}"
     return will_fail(PLUGINS_VARIABLE, f"{PLUGINS_VARIABLE}={allowed!r} leaves us out", cure)
+
+
+def requirements() -> Finding:
+    """Of our own distribution, which an installation without dependencies leaves to the user."""
+    wanted = [line for line in requires(DISTRIBUTION) or [] if "extra ==" not in line]
+    names = [name[0] for line in wanted if (name := re.match(r"[\w.-]+", line))]
+    if missing := [name for name in names if not _is_installed(name)]:
+        return will_fail("requirements", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+    return ok("requirements", f"all {len(names)} of {DISTRIBUTION} are installed")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
 
 
 def companions() -> Finding:

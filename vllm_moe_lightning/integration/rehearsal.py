@@ -163,7 +163,9 @@ def _plan(configuration: Any) -> Finding:
     from vllm_moe_lightning.integration.configure import options_of
     from vllm_moe_lightning.integration.planning import plan
     from vllm_moe_lightning.integration.register import STEPPED_ASIDE_KEY
+    from vllm_moe_lightning.policy.milp import load_solver
 
+    load_solver()  # before a machine that is not known is measured
     try:
         is_planned = plan(configuration, options_of(configuration))
     except (UnsupportedError, ValueError) as error:  # what is given does not go together, or does not fit

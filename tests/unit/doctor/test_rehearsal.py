@@ -67,6 +67,14 @@ def test_a_line_that_was_cut_off_is_left_out(rehearse) -> None:
     assert [finding.name for finding in findings] == ["torch", "import vLLM"]
 
 
+def test_the_error_in_a_log_that_nobody_sees_is_added(rehearse) -> None:
+    findings, _ = rehearse(
+        "print('ERROR [registry.py:1120] ModuleNotFoundError: No module named x');"
+        """say('{"finding": {"name": "c", "state": "will fail", "found": "Please check the logs."}}\\n')"""
+    )
+    assert findings[1].found == "Please check the logs. ModuleNotFoundError: No module named x"
+
+
 def test_leaving_early_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "a_rehearsal.py").write_text("import time; time.sleep(600)")

@@ -51,6 +51,15 @@ def test_a_list_of_plugins_that_leaves_us_out_fails(environment: dict[str, str],
     assert software.allowed_plugins(environment).state is state
 
 
+def test_a_requirement_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert software.requirements().state is State.OK
+    lines = ["numpy", "no-such-solver>=1.6", 'vllm>=0.32; extra == "cuda"']
+    monkeypatch.setattr(software, "requires", lambda name: lines)
+    finding = software.requirements()
+    assert finding.state is State.FAIL
+    assert finding.cure == "pip install no-such-solver"
+
+
 def install(folder: Path, package: str, files: dict[str, bytes]) -> None:
     (folder / package / "lib").mkdir(parents=True)
     for name, content in {"__init__.py": b"raise ImportError", **files}.items():
