@@ -17,6 +17,7 @@ CopyTiming = Literal["eager", "lazy", "jitter"]
 AdmissionMode = Literal["worst_case", "expected", "vllm"]
 ExpertsPlace = Literal["device", "cpu", "auto"]
 AttentionPlace = Literal["auto", "cpu", "device"]
+HostMemoryKind = Literal["pinned", "pageable"]
 FaultKind = Literal["raise", "error", "hang", "end_thread"]
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -39,6 +40,8 @@ class DebugOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Skip one kind of wait, named `waiter<-awaited`, for example `hidden_load<-attention`."""
     fail_attention_at: PositiveInt | None = None
     """The n-th attention task fails, to show that a failure unwinds cleanly."""
+    pin_fail_at: PositiveInt | None = None
+    """The n-th piece of host memory cannot be pinned."""
     attention_fault: FaultKind | None = None
     """How it fails: `raise` (the default) on the launching thread; on the attention stream's own thread it returns
     an `error`, hangs for ever (`hang`), or ends the thread (`end_thread`)."""
@@ -95,6 +98,9 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     h2d_gb_per_s: PositiveFloat | None = None
     """Speed of the emulated link, host to device. Default: as fast as memcpy goes."""
     d2h_gb_per_s: PositiveFloat | None = None
+    host_memory: HostMemoryKind | None = None
+    """Of a GPU's pages. `pinned` (the default): all of it, or the engine does not start. `pageable`: what is large is
+    not pinned, and each of its copies goes through a small buffer that is, by the launching thread's hand: slower."""
     stall_timeout_s: PositiveFloat = 120.0
     """Once no copy or attention task has completed for so long while one is waited for, the engine ends with an error
     instead of waiting on. Far above any single task's time."""

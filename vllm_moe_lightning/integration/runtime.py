@@ -13,8 +13,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_moe_lightning.config import MoeLightningConfig, parse_options
-from vllm_moe_lightning.device.base import Device
-from vllm_moe_lightning.device.emulated import EmulatedDevice
+from vllm_moe_lightning.device.factory import make_device
 from vllm_moe_lightning.engine_plan import plan_of, weight_difference
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.host_limits import usable_cpus
@@ -63,22 +62,6 @@ def stream_cpus(parallel: Any) -> list[int]:
     return sorted(parent - own if own < parent else own)
 
 
-def make_device(options: MoeLightningConfig, cpus: list[int]) -> Device:
-    debug, budget = options.debug, options.device_memory_mib
-    return EmulatedDevice(
-        memory_budget_bytes=None if budget is None else int(budget * MIB),
-        h2d_bytes_per_s=None if options.h2d_gb_per_s is None else options.h2d_gb_per_s * 1e9,
-        d2h_bytes_per_s=None if options.d2h_gb_per_s is None else options.d2h_gb_per_s * 1e9,
-        timing=debug.copy_timing,
-        seed=debug.seed,
-        jitter_max_s=debug.jitter_max_ms / 1e3,
-        poison=debug.poison,
-        check_hazards=debug.check_hazards,
-        stall_timeout_s=options.stall_timeout_s,
-        cpus=cpus,
-    )
-
-
 class Runtime:
     """Lives as long as the worker. `take_over` is called when the weights are loaded, `attach` when the model is
     complete."""
@@ -88,7 +71,7 @@ class Runtime:
         self.options = options
         self._plan = plan_of(vllm_config)
         cpus = self._cpus = stream_cpus(vllm_config.parallel_config)
-        self.device = make_device(options, cpus)
+        self.device = make_device("cuda" if is_cuda() else "emulated", options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
         num_ranks = vllm_config.parallel_config.local_world_size if is_cuda() else 1
         num_cpus = max(1, min(len(cpus), usable_cpus() // num_ranks))  # a cgroup's quota may be less than its CPUs
@@ -129,7 +112,7 @@ class Runtime:
         total = sum(layer.num_bytes for layer in self._experts)
         logger.info(
             "moe_lightning: %d MoE layers, %.1f MiB of experts; %d layers streamed from %.1f MiB of host pages through "
-            "%d slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is pageable, not pinned (device: %s)",
+            "%d slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is %s (device: %s)",
             len(self._experts),
             total / MIB,
             len(policy.streamed_layers),
@@ -138,6 +121,9 @@ class Runtime:
             len(policy.resident_layers),
             policy.page_bytes / MIB,
             store.sweep_pages(),
+            "pinned"
+            if self.device.kind == "cuda" and self.options.host_memory != "pageable"
+            else "pageable, not pinned",
             self.device.kind,
         )
 

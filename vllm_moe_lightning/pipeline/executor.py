@@ -149,7 +149,8 @@ class PipelineExecutor:
             self._last_schedule = schedule.name
             path.begin_sweep([batch.rows for batch in micro_batches if batch.rows is not None])
             self._bring_up_first_layer(schedule)
-            for task in schedule.launch_order:
+            device = self.device
+            for task in schedule.launch_order if device.computes_on_launching_thread else schedule.tasks:
                 self._launch(task, path)
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:
@@ -183,10 +184,10 @@ class PipelineExecutor:
         for awaited in task.after:
             name = wait_name(key, awaited)
             if name != self._remove_wait:
-                before_s = time.monotonic()
+                before_s = stream.wait_s
                 stream.wait_event(self._events[awaited])
-                if task.resource is Resource.GPU:  # on the emulated device the launching thread waits itself
-                    self.counters.wait_s[name] += time.monotonic() - before_s
+                if stream.wait_s > before_s:  # the launching thread itself was held up
+                    self.counters.wait_s[name] += stream.wait_s - before_s
         match key.name:
             case TaskName.SWEEP_START:
                 pass
