@@ -117,7 +117,7 @@ def _dbrx(config: _Config) -> dict[str, Any]:
 def _olmoe(config: _Config) -> dict[str, Any]:
     return _common(config) | {
         "num_dense_layers": 0,
-        "num_experts": config.positive("num_experts"),
+        "num_experts": config.positive("num_experts", "num_local_experts"),  # transformers 5 writes the latter
         "top_k": config.positive("num_experts_per_tok"),
         "expert_intermediate": config.positive("intermediate_size"),
         "attention": _grouped_query(config),
@@ -133,7 +133,7 @@ def _qwen_moe(config: _Config) -> dict[str, Any]:
     num_moe = sum((i + 1) % step == 0 and i not in dense_only for i in range(num_layers))
     return common | {
         "num_dense_layers": num_layers - num_moe,
-        "num_experts": config.positive("num_experts"),
+        "num_experts": config.positive("num_experts", "num_local_experts"),  # transformers 5 writes the latter
         "top_k": config.positive("num_experts_per_tok"),
         "expert_intermediate": config.positive("moe_intermediate_size"),
         "shared_intermediate": config.integer("shared_expert_intermediate_size", default=0),

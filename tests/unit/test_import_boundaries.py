@@ -19,6 +19,7 @@ PLANNING_ROOMS = {
     "checkpoint_layers.py",
     "config.py",
     "cost_model.py",
+    "doctor",
     "engine_plan.py",
     "engine_planning.py",
     "engine_request.py",
@@ -123,7 +124,7 @@ def test_only_the_entry_points_and_the_worker_import_the_integration_room(source
         assert not [name for name in imports_of(source) if is_in(name, INTEGRATION)]
 
 
-@pytest.mark.parametrize("source", ["__init__.py", "cli/app.py", "cli/plan.py", "cli/profile.py"])
+@pytest.mark.parametrize("source", ["__init__.py", "cli/app.py", "cli/doctor.py", "cli/plan.py", "cli/profile.py"])
 def test_the_entry_points_import_the_integration_room_only_when_called(source: str) -> None:
     statements = ast.parse((PACKAGE / source).read_text()).body
     at_import = [node for node in statements if not isinstance(node, ast.FunctionDef)]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_moe_lightning.cli.doctor import doctor
 from vllm_moe_lightning.cli.plan import explain, plan
 from vllm_moe_lightning.cli.profile import profile
 from vllm_moe_lightning.cli.usage import checked
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(explain)
 app.command()(profile)
+app.command()(doctor)
 
 
 class Schedule(StrEnum):
