@@ -43,6 +43,14 @@ LABELS: Mapping[str, str] = MappingProxyType(
 )
 """By the value of a Resource or HrmResource."""
 
+EXPERTS_ON_CPU_LABEL = "CPU attention and experts"
+
+
+def label_of(resource: Resource | HrmResource, *, experts_on_cpu: bool = False) -> str:
+    """For people; `experts_on_cpu`: where the CPU computes experts too."""
+    return EXPERTS_ON_CPU_LABEL if experts_on_cpu and resource == Resource.CPU else LABELS[resource]
+
+
 STREAM_OF: Mapping[Resource, str] = MappingProxyType(
     {Resource.GPU: "compute", Resource.CPU: "cpu", Resource.H2D: "h2d", Resource.D2H: "d2h"}
 )

@@ -11,7 +11,7 @@ from vllm_moe_lightning.memory_model import MemoryNeed
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.search import PlannedPolicy
 from vllm_moe_lightning.policy.sensitivity import MarginalValue
-from vllm_moe_lightning.resources import LABELS, HrmResource
+from vllm_moe_lightning.resources import HrmResource, label_of
 from vllm_moe_lightning.workload import HrmPolicy, Workload
 
 GB = 1e9
@@ -65,8 +65,7 @@ def _policy_table(spec: MoeModelSpec, planned: PlannedPolicy) -> Table:
 
 
 def _label(resource: HrmResource, policy: HrmPolicy) -> str:
-    is_ffn_too = resource is HrmResource.CPU and not policy.ffn_on_gpu
-    return "CPU attention and experts" if is_ffn_too else LABELS[resource]
+    return label_of(resource, experts_on_cpu=not policy.ffn_on_gpu)
 
 
 def _time_bars(phase: str, sweep: SweepCost, num_sweeps: float, policy: HrmPolicy) -> Table:

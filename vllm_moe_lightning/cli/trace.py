@@ -158,7 +158,6 @@ def _show(summary: TraceSummary, files: list[Path]) -> None:
     from rich.table import Table
 
     from vllm_moe_lightning.pipeline.bubbles import MEANINGS
-    from vllm_moe_lightning.resources import LABELS
 
     counts = ", ".join(f"{sweeps} with {count}" for count, sweeps in sorted(summary.micro_batches.items()))
     console = Console()
@@ -174,13 +173,15 @@ def _show(summary: TraceSummary, files: list[Path]) -> None:
     for resource in summary.by_share:
         moved, busy_s = summary.num_bytes[resource], summary.busy_s[resource]
         speed = f"{moved / busy_s / GB:.2f}" if moved and busy_s else ""
-        table.add_row(LABELS[resource], f"{summary.share(resource):.1%}", speed)
+        table.add_row(summary.label(resource), f"{summary.share(resource):.1%}", speed)
     console.print(table)
-    idle = Table(f"{LABELS[summary.busiest]} idle", box=None)
+    idle = Table(f"{summary.label(summary.busiest)} idle", box=None)
     idle.add_column("share", justify="right")
     idle.add_column("that is")
     for bubble in summary.bubbles:
-        awaited = MEANINGS.get(bubble.reason) if bubble.resource is None else f"{LABELS[bubble.resource]} not done"
+        awaited = (
+            MEANINGS.get(bubble.reason) if bubble.resource is None else f"{summary.label(bubble.resource)} not done"
+        )
         idle.add_row(bubble.reason, f"{bubble.time_s / summary.time_s:.1%}", awaited)
     if summary.bubbles:
         console.print(idle)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from vllm_moe_lightning.engine_plan import plan_of, weight_difference
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
+from vllm_moe_lightning.integration.cpu_experts import CpuExperts
 from vllm_moe_lightning.integration.forward import PipelinedForward
 from vllm_moe_lightning.integration.offloader import (
     expert_buffers,
@@ -178,12 +179,29 @@ class Runtime:
         self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
         if not self._attends_on_device:
             self._paths = self._host_attention_paths(prefill)
-        PipelinedForward(model, self._vllm_config, self._running, prefill_on_device=prefill is not None)
+        PipelinedForward(
+            model,
+            self._vllm_config,
+            self._running,
+            prefill_on_device=prefill is not None,
+            cpu_experts=self._cpu_experts().layers_of if self._computes_experts else no_layers,
+        )
         if (trace_file := self._trace_file()) is not None:
             self._trace = TraceRing(self._running, self.options.trace_operations)
             self._trace_requests = TraceRequests(trace_file, self.write_trace)
             logger.info("moe_lightning: `vllm-moe-lightning trace %s --live` shows the last sweeps", trace_file)
         self.reset()
+
+    @property
+    def _computes_experts(self) -> bool:
+        return self.options.experts != "device" and bool(self._running.store.layers)
+
+    def _cpu_experts(self) -> CpuExperts:
+        most_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        table = self._plan.cpu_expert_layers if self.options.experts == "auto" and self._plan is not None else None
+        if table is not None:
+            logger.info("moe_lightning: experts on the CPU, by a sweep's tokens: %s", _told(table))
+        return CpuExperts(self._running, self._decoder_layers, self._pool, most_tokens, table)
 
     def _host_attention_paths(self, prefill: DevicePrefill | None) -> dict[str, AttentionPath]:
         """By schedule."""
@@ -318,6 +336,14 @@ class Runtime:
         self.device.close()
         if not self.device.stalled:  # else a task may still be in the pool, which would be waited for
             self._pool.close()
+
+
+def no_layers(num_tokens: int) -> frozenset[int]:
+    return frozenset()
+
+
+def _told(table: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"up to {most}: {layers} layers" for most, layers in table) or "never"
 
 
 def _warn_of_difference(what: str, planned_bytes: int, loaded_bytes: int) -> None:

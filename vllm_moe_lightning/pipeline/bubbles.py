@@ -6,10 +6,11 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.tasks import Task, wait_name
-from vllm_moe_lightning.pipeline.trace import Trace, TraceSpan
+from vllm_moe_lightning.pipeline.trace import SweepSpan, Trace, TraceSource, TraceSpan
 from vllm_moe_lightning.resources import Resource
 
 BETWEEN_SWEEPS = "between sweeps"
@@ -50,7 +51,8 @@ def bubbles_of(
     A task starts once its stream is free and the tasks it waits for are done. So the interval up to the end of the
     latest of them is theirs, and the rest the launching thread's. What lies between sweeps is neither's.
     """
-    after = _after(trace)
+    sweeps = sorted(sweep for sweep in trace.sweeps if not sweep.is_dummy)
+    begins = [sweep.start_s for sweep in sweeps]
     spans = of_resource[resource]
     starts = [span.start_s for span in spans]
     ends_of = _ends_by_label(trace.spans)
@@ -61,7 +63,8 @@ def bubbles_of(
         totals[BETWEEN_SWEEPS, None] += end_s - begin_s - length(pieces)
         place = bisect_left(starts, end_s)
         is_ended = place < len(spans) and starts[place] == end_s  # else by the end of what is looked at
-        task = after.get(_task_of(spans[place])) if is_ended else None
+        sweep = sweeps[max(0, bisect_right(begins, end_s) - 1)]
+        task = _tasks_of(trace.source, sweep).get(_task_of(spans[place])) if is_ended else None
         if task is None:
             totals[NOTHING_TO_DO, None] += length(pieces)
             continue
@@ -79,16 +82,17 @@ def bubbles_of(
     return tuple(sorted(bubbles, key=lambda bubble: -bubble.time_s))
 
 
-def _after(trace: Trace) -> dict[str, Task]:
-    """The schedule's tasks by label: of whatever numbers of micro-batches there were, the later ones' where they
-    differ (a task waits for the same ones in each)."""
-    source = trace.source
-    tasks: dict[str, Task] = {}
-    for count in sorted({sweep.num_micro_batches for sweep in trace.sweeps if not sweep.is_dummy}):
-        pages = source.pages_per_layer
-        shape = SweepShape(len(pages), count, pages, source.lookahead, source.with_attention)
-        tasks |= {str(task.key): task for task in make_schedule(source.schedule, shape).tasks}
-    return tasks
+def _tasks_of(source: TraceSource, sweep: SweepSpan) -> dict[str, Task]:
+    return _tasks_by_label(source, sweep.num_micro_batches, frozenset(sweep.cpu_experts))
+
+
+@lru_cache(maxsize=64)
+def _tasks_by_label(source: TraceSource, num_micro_batches: int, cpu_experts: frozenset[int]) -> dict[str, Task]:
+    pages = tuple(0 if layer in cpu_experts else count for layer, count in enumerate(source.pages_per_layer))
+    shape = SweepShape(
+        len(pages), num_micro_batches, pages, source.lookahead, source.with_attention, cpu_experts=cpu_experts
+    )
+    return {str(task.key): task for task in make_schedule(source.schedule, shape).tasks}
 
 
 def _task_of(span: TraceSpan) -> str:

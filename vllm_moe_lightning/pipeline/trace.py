@@ -40,6 +40,8 @@ class SweepSpan(NamedTuple):
     num_micro_batches: int
     is_dummy: bool = False
     """A warm-up or profiling pass: pages move, nobody attends."""
+    cpu_experts: tuple[int, ...] = ()
+    """Decoder layers whose experts the CPU computed."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def chrome_trace(trace: Trace) -> dict[str, object]:
     ]
     for sweep in trace.sweeps:
         name = "dummy sweep" if sweep.is_dummy else f"sweep x{sweep.num_micro_batches}"
-        events.append(_event(0, name, sweep.start_s, sweep.end_s, {"micro_batches": sweep.num_micro_batches}))
+        args = {"micro_batches": sweep.num_micro_batches, "cpu_experts": list(sweep.cpu_experts)}
+        events.append(_event(0, name, sweep.start_s, sweep.end_s, args))
     for span in trace.spans:
         tid = 1 + ROWS.index(span.resource)
         events.append(
@@ -92,7 +95,7 @@ def chrome_trace(trace: Trace) -> dict[str, object]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {SOURCE_KEY: about}}
 
 
-def _event(tid: int, name: str, start_s: float, end_s: float, args: dict[str, int]) -> dict[str, object]:
+def _event(tid: int, name: str, start_s: float, end_s: float, args: Mapping[str, object]) -> dict[str, object]:
     event: dict[str, object] = {"ph": "X", "pid": 0, "tid": tid, "name": name}
     event |= {"ts": start_s * _US_PER_S, "dur": (end_s - start_s) * _US_PER_S}
     return event | {"args": args} if args else event
@@ -140,7 +143,8 @@ def _times_s(event: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def _sweep(event: Mapping[str, Any]) -> SweepSpan:
-    return SweepSpan(*_times_s(event), int(event["args"]["micro_batches"]), event["name"] == "dummy sweep")
+    args, is_dummy = event["args"], event["name"] == "dummy sweep"
+    return SweepSpan(*_times_s(event), int(args["micro_batches"]), is_dummy, tuple(map(int, args["cpu_experts"])))
 
 
 def _span(event: Mapping[str, Any]) -> TraceSpan:

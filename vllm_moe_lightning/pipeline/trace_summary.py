@@ -24,7 +24,7 @@ from vllm_moe_lightning.pipeline.bubbles import (
 )
 from vllm_moe_lightning.pipeline.counters import IDLE_GAP_S
 from vllm_moe_lightning.pipeline.trace import ROWS, SweepSpan, Trace, TraceSpan
-from vllm_moe_lightning.resources import LABELS, Resource
+from vllm_moe_lightning.resources import Resource, label_of
 
 BOUND_SHARE = 0.85
 """From here on a resource is said to bind: what is left to gain without more of it is less than a fifth."""
@@ -56,6 +56,11 @@ class TraceSummary:
     num_bytes: Mapping[Resource, int]
     bubbles: tuple[Bubble, ...]
     """Of the busiest resource, the largest first."""
+    experts_on_cpu: bool = False
+    """In some sweep or other."""
+
+    def label(self, resource: Resource) -> str:
+        return label_of(resource, experts_on_cpu=self.experts_on_cpu)
 
     def share(self, resource: Resource) -> float:
         return self.busy_s[resource] / self.time_s
@@ -79,32 +84,35 @@ class TraceSummary:
 
         The launching thread computes between the sweeps too, so there that time counts with the device's.
         """
-        others = {LABELS[r]: self.busy_s[r] for r in self.by_share[1:] if r is not Resource.GPU}
+        others = {self.label(r): self.busy_s[r] for r in self.by_share[1:] if r is not Resource.GPU}
         if self.busiest is Resource.GPU:
             others["time between sweeps"] = self.between_s
         else:
-            others[LABELS[Resource.GPU] + " and the time between sweeps"] = self.busy_s[Resource.GPU] + self.between_s
+            others[self.label(Resource.GPU) + " and the time between sweeps"] = (
+                self.busy_s[Resource.GPU] + self.between_s
+            )
         name = max(others, key=lambda key: others[key])
         return name, self.time_s / others[name] if others[name] > 0 else float("inf")
 
     def sentence(self) -> str:
         """What bound the run, what else was busy, and what would help most."""
         busiest = self.busiest
-        rest = ", ".join(f"{LABELS[r]} {self.share(r):.0%}" for r in self.by_share[1:])
+        rest = ", ".join(f"{self.label(r)} {self.share(r):.0%}" for r in self.by_share[1:])
         if self.is_bound:
             name, factor = self.next_limit
             gain = f"at most {factor:.1f}x, then {name} binds" if factor < float("inf") else "nothing else was busy"
             return (
-                f"bound by {LABELS[busiest]} {self.share(busiest):.0%}; {rest}; next best: {RELIEF[busiest]} "
+                f"bound by {self.label(busiest)} {self.share(busiest):.0%}; {rest}; next best: {RELIEF[busiest]} "
                 f"({gain}; from the measured times)"
             )
         if not self.bubbles:
-            return f"bound by nothing: {LABELS[busiest]} {self.share(busiest):.0%}; {rest}"
+            return f"bound by nothing: {self.label(busiest)} {self.share(busiest):.0%}; {rest}"
         bubble = self.bubbles[0]
         factor = self.time_s / (self.time_s - bubble.time_s)
+        relief = _relief_of(bubble, "" if bubble.resource is None else self.label(bubble.resource))
         return (
-            f"bound by no resource: {LABELS[busiest]}, the busiest, {self.share(busiest):.0%}; {rest}; next best: "
-            f"{_relief_of(bubble)} ({LABELS[busiest]} idles {bubble.time_s / self.time_s:.0%} of the time for that "
+            f"bound by no resource: {self.label(busiest)}, the busiest, {self.share(busiest):.0%}; {rest}; next best: "
+            f"{relief} ({self.label(busiest)} idles {bubble.time_s / self.time_s:.0%} of the time for that "
             f"reason, so at most {factor:.1f}x; from the measured times)"
         )
 
@@ -168,6 +176,7 @@ def summarise(trace: Trace) -> TraceSummary:
             for r, spans in of_resource.items()
         },
         bubbles=bubbles_of(trace, of_resource, busiest, difference(counted, busy[busiest]), between),
+        experts_on_cpu=any(sweep.cpu_experts for sweep in sweeps),
     )
 
 
@@ -185,9 +194,10 @@ def _counted(sweeps: Sequence[SweepSpan]) -> tuple[list[Interval], list[Interval
     return counted, between
 
 
-def _relief_of(bubble: Bubble) -> str:
+def _relief_of(bubble: Bubble, label: str) -> str:
+    """`label`: of the resource that was waited for, if one was."""
     if bubble.resource is not None:
-        return f"quicker {LABELS[bubble.resource]}, or more micro-batches to hide it ({bubble.reason})"
+        return f"quicker {label}, or more micro-batches to hide it ({bubble.reason})"
     match bubble.reason:
         case reason if reason == BETWEEN_SWEEPS:
             return f"more work in a sweep, against the time between them ({MEANINGS[BETWEEN_SWEEPS]})"
