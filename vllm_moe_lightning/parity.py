@@ -7,7 +7,7 @@ tokens and log-probabilities the same, exactly in float32, and in bfloat16 as ne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TIE = 1e-3
@@ -83,6 +83,37 @@ class Parity:
         if wrong:
             return "FAIL: " + "; ".join(f"{finding.what}: {finding.detail}" for finding in wrong)
         return "PASS: " + "; ".join(f"{finding.what}: {finding.detail}" for finding in self.findings)
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    parity: Parity
+    settings: Mapping[str, Any]
+    """The same for both engines."""
+    stock: EngineAnswers
+    ours: EngineAnswers
+
+    def to_dict(self) -> dict[str, Any]:
+        stats = self.ours.stats or {}
+        wanted = ("device", "policy", "sweeps", "steps", "same_step_prefix_hits", "pages_moved", "bytes_paged")
+        return {
+            "verdict": self.parity.verdict(),
+            "is_right": self.parity.is_right,
+            "findings": [asdict(finding) for finding in self.parity.findings],
+            "settings": dict(self.settings),
+            "stock": _figures(self.stock),
+            "ours": {**_figures(self.ours), **{name: stats[name] for name in wanted if name in stats}},
+        }
+
+
+def _figures(answers: EngineAnswers) -> dict[str, Any]:
+    return {
+        "error": answers.error,
+        "duration_s": answers.duration_s,
+        "torch_threads": answers.num_threads,
+        "prefix_cache_hit_tokens": answers.num_cached_tokens,
+        "generated_tokens": sum(map(len, answers.token_ids)),
+    }
 
 
 def judge(stock: EngineAnswers, ours: EngineAnswers, distances: tuple[Distances, Distances] | None = None) -> Parity:

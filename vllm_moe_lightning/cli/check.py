@@ -13,7 +13,7 @@ import typer
 from vllm_moe_lightning.cli.usage import checked
 
 if TYPE_CHECKING:
-    from vllm_moe_lightning.integration.parity_run import CheckReport
+    from vllm_moe_lightning.parity import CheckReport
 
 
 class CheckedType(StrEnum):

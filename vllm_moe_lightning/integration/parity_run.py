@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from vllm_moe_lightning.integration.bulk_run import read_prompts
 from vllm_moe_lightning.integration.parity_prompts import PROMPTS
 from vllm_moe_lightning.integration.register import WORKER_CLS
 from vllm_moe_lightning.model_config import DTYPE_BYTES, FAMILIES, read_model_spec
-from vllm_moe_lightning.parity import EngineAnswers, Parity, distances_from, judge
+from vllm_moe_lightning.parity import CheckReport, EngineAnswers, distances_from, judge
 
 MIB, GIB = 1 << 20, 1 << 30
 ENGINE_MODULE = "vllm_moe_lightning.integration.parity_engine"
@@ -69,37 +69,6 @@ class EngineJob:
     max_tokens: int
     with_checksums: bool
     is_dbrx: bool
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    parity: Parity
-    settings: Mapping[str, Any]
-    """The same for both engines."""
-    stock: EngineAnswers
-    ours: EngineAnswers
-
-    def to_dict(self) -> dict[str, Any]:
-        stats = self.ours.stats or {}
-        wanted = ("device", "policy", "sweeps", "steps", "same_step_prefix_hits", "pages_moved", "bytes_paged")
-        return {
-            "verdict": self.parity.verdict(),
-            "is_right": self.parity.is_right,
-            "findings": [asdict(finding) for finding in self.parity.findings],
-            "settings": dict(self.settings),
-            "stock": _figures(self.stock),
-            "ours": {**_figures(self.ours), **{name: stats[name] for name in wanted if name in stats}},
-        }
-
-
-def _figures(answers: EngineAnswers) -> dict[str, Any]:
-    return {
-        "error": answers.error,
-        "duration_s": answers.duration_s,
-        "torch_threads": answers.num_threads,
-        "prefix_cache_hit_tokens": answers.num_cached_tokens,
-        "generated_tokens": sum(map(len, answers.token_ids)),
-    }
 
 
 def run_in_process(job: EngineJob) -> EngineAnswers:

@@ -13,8 +13,7 @@ from tests.unit.test_parity import OURS, STOCK
 from vllm_moe_lightning.cli.app import app
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration import parity_run
-from vllm_moe_lightning.integration.parity_run import CheckReport
-from vllm_moe_lightning.parity import EngineAnswers, judge
+from vllm_moe_lightning.parity import CheckReport, EngineAnswers, judge
 
 SETTINGS = {"model": "m", "layers": 2, "layers_of_model": 8, "dtype": "float32", "prompts": 2, "prompt_tokens": 300}
 
