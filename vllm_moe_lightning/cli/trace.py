@@ -142,7 +142,7 @@ def _write(output: Path, recorded: Trace, summary: TraceSummary) -> list[Path]:
     layer, begin_s, end_s = layer_in_the_middle(recorded, sweep)
     pictures = [
         (f"one sweep over all layers, {about}", sweep.start_s, sweep.end_s),
-        (f"decoder layer {layer} of it, {about}", begin_s, end_s),
+        (f"decoder layer {layer} of this sweep, {about}", begin_s, end_s),
     ]
     try:
         for (title, start_s, stop_s), path in zip(pictures, files[2:], strict=True):

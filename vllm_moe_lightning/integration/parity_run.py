@@ -104,8 +104,8 @@ def request_of(job: EngineJob) -> dict[str, Any]:
 
 
 def reason_in(log: str, returncode: int) -> str:
-    """The last exception that a failed engine printed."""
-    raised = re.findall(r"^(?:\w+\.)*(\w*(?:Error|Exception|Exit): .+)$", log, re.MULTILINE)
+    """The last exception that a failed engine printed; vLLM puts the process in front of each line."""
+    raised = re.findall(r"^(?:\(\w+ pid=\d+\) )?(?:\w+\.)*(\w*(?:Error|Exception|Exit): .+)$", log, re.MULTILINE)
     if raised:
         return str(raised[-1])
     if returncode < 0:

@@ -108,6 +108,7 @@ def test_a_quantised_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
     [
         ("Traceback\nfoo.bar.HazardError: buffer 'kv'\n", 1, "HazardError: buffer 'kv'"),
         ("KeyError: 1\nduring\nValueError: two words\nsome log\n", 1, "ValueError: two words"),
+        ("(MainProcess pid=7) a.b.HazardError: buffer 'kv'\n(MainProcess pid=7) more\n", 1, "HazardError: buffer 'kv'"),
         ("nothing said", -9, "killed by signal 9"),
         ("nothing said", 3, "ended with code 3: nothing said"),
     ],
