@@ -39,6 +39,8 @@ class DebugOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Report every conflicting access that no event orders (device/hazards.py)."""
     remove_wait: str | None = None
     """Skip one kind of wait, named `waiter<-awaited`, for example `hidden_load<-attention`."""
+    zero_page: tuple[NonNegativeInt, NonNegativeInt] | None = None
+    """(decoder layer, page): zeroed in host memory once the weights are loaded."""
     fail_attention_at: PositiveInt | None = None
     """The n-th attention task fails, to show that a failure unwinds cleanly."""
     pin_fail_at: PositiveInt | None = None
@@ -111,8 +113,10 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     metrics_window_s: PositiveFloat = 10.0
     """What the ratios and rates on /metrics look back over."""
     trace_file: str | None = None
-    """Where a chrome trace of the last sweeps is written when the engine stops or is asked for its statistics."""
+    """Where a chrome trace of the last sweeps is written: when the engine stops, when it is asked for its statistics,
+    and whenever a file of this name with `.request` behind it is made (`vllm-moe-lightning trace FILE --live`)."""
     trace_operations: PositiveInt = 20_000
+    """How many operations each of the four streams keeps for it."""
     debug: DebugOptions = msgspec.field(default_factory=DebugOptions)
 
 

@@ -212,7 +212,7 @@ class Device(ABC):
 
     @abstractmethod
     def drain_records(self) -> list[OperationRecord]:
-        """The records kept so far, by start time; they are forgotten here."""
+        """The records kept so far, by start time; they are forgotten here. May be called from any thread."""
 
     @abstractmethod
     def close(self) -> None:

@@ -170,8 +170,8 @@ class EmulatedDevice(Device):
             stream.set_recording(capacity)
 
     def drain_records(self) -> list[OperationRecord]:
-        records = list(self.compute.records)
-        self.compute.records.clear()
+        # One by one: the launching thread may go on meanwhile.
+        records = [self.compute.records.popleft() for _ in range(len(self.compute.records))]
         for stream in self._native_streams:
             records += stream.drain_records()
         return sorted(records, key=lambda record: record.start_s)

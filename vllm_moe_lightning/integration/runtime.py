@@ -28,6 +28,7 @@ from vllm_moe_lightning.integration.offloader import (
 )
 from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
+from vllm_moe_lightning.integration.trace_requests import TraceRequests
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
 from vllm_moe_lightning.numa import cpus_of_rank, interleave, nodes_of
@@ -36,11 +37,12 @@ from vllm_moe_lightning.pipeline.context_frames import ContextFrames
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
 from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
-from vllm_moe_lightning.pipeline.faults import attention_fault
+from vllm_moe_lightning.pipeline.faults import attention_fault, zero_page
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.report import RunReport
 from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES
 from vllm_moe_lightning.pipeline.trace import write_chrome_trace
+from vllm_moe_lightning.pipeline.trace_ring import TraceRing
 from vllm_moe_lightning.policy.policy import MIB, fixed_policy
 from vllm_moe_lightning.weights.store import ExpertLayer, PagedWeightStore
 
@@ -86,6 +88,8 @@ class Runtime:
         self._reads_context = False
         self.executor: PipelineExecutor | None = None
         self._report: RunReport | None = None
+        self._trace: TraceRing | None = None
+        self._trace_requests: TraceRequests | None = None
 
     def take_over(self, decoder_layers: list[torch.nn.Module]) -> None:
         """Move the experts of all streamed layers into host pages."""
@@ -104,6 +108,7 @@ class Runtime:
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self._bring_the_rest_to_the_device()
+        zero_page(self.options.debug, store)
         self.executor = PipelineExecutor(
             self.device, store, self._path_of, len(decoder_layers), policy, self.options.debug.remove_wait
         )
@@ -175,8 +180,10 @@ class Runtime:
             context_limits=context,
             cpu_experts=self._cpu_experts().layers_of if self._computes_experts else no_layers,
         )
-        if self.options.trace_file:
-            self.device.set_recording(self.options.trace_operations)
+        if (trace_file := self._trace_file()) is not None:
+            self._trace = TraceRing(self._running, self.options.trace_operations)
+            self._trace_requests = TraceRequests(trace_file, self.write_trace)
+            logger.info("moe_lightning: `vllm-moe-lightning trace %s --live` shows the last sweeps", trace_file)
         self.reset()
 
     @property
@@ -285,20 +292,33 @@ class Runtime:
 
     def stats(self) -> dict[str, object]:
         """Figures since the last reset; writes the trace if one was asked for."""
-        self._write_trace()
+        self.write_trace()
         assert self._report is not None, "statistics before the model was loaded"
         return self._report.to_dict()
 
-    def _write_trace(self) -> None:
-        if self.options.trace_file is None or self._report is None:
-            return
+    def _trace_file(self) -> Path | None:
+        """Of this rank."""
+        if self.options.trace_file is None:
+            return None
         path, parallel = Path(self.options.trace_file), self._vllm_config.parallel_config
-        if parallel.world_size > 1:
-            path = path.with_stem(f"{path.stem}-rank{parallel.rank}")
-        write_chrome_trace(path, self._report.spans(), device=self.device.kind)
+        return path.with_stem(f"{path.stem}-rank{parallel.rank}") if parallel.world_size > 1 else path
+
+    def write_trace(self) -> Path | None:
+        """Of the last sweeps, where one was asked for. From any thread; returns the file."""
+        path = self._trace_file()
+        if path is None or self._trace is None:
+            return None
+        write_chrome_trace(path, self._trace.trace())
+        return path
+
+    def host_experts(self) -> dict[int, torch.Tensor]:
+        """id of each streamed parameter -> its tensor in the host pages."""
+        return self._running.store.host_views()
 
     def close(self) -> None:
-        self._write_trace()
+        if self._trace_requests is not None:
+            self._trace_requests.close()
+        self.write_trace()
         self.device.close()
         if not self.device.stalled:  # else a task may still be in the pool, which would be waited for
             self._pool.close()

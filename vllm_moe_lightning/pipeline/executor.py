@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -25,12 +26,16 @@ from vllm_moe_lightning.pipeline.coroutine import (
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
 from vllm_moe_lightning.pipeline.host_experts import ExpertsRequest, HostExperts
 from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES, Schedule, SweepShape, make_schedule
-from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.pipeline.trace import SweepSpan
 from vllm_moe_lightning.policy.policy import Policy
+from vllm_moe_lightning.resources import Resource
 from vllm_moe_lightning.weights.ring import WeightRing
 from vllm_moe_lightning.weights.store import PagedWeightStore
 
 Result = TypeVar("Result")
+
+RECENT_SWEEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class PipelineExecutor:
         self.ring = WeightRing(store, device)
         self._attention_path = attention_path
         self._num_layers = num_layers
-        self._pages_per_layer = tuple(store.num_pages(layer) for layer in range(num_layers))
+        self.pages_per_layer = tuple(store.num_pages(layer) for layer in range(num_layers))
         if remove_wait is not None and remove_wait not in (known := self._wait_names()):
             raise ValueError(
                 f"remove_wait: {remove_wait!r} is no wait of this model's schedules; they are {sorted(known)}"
@@ -88,6 +93,8 @@ class PipelineExecutor:
         """Decoder layers whose experts the CPU computes in this sweep."""
         self._last_schedule: str | None = None
         self.in_sweep = False
+        self.recent_sweeps: deque[SweepSpan] = deque(maxlen=RECENT_SWEEPS)
+        """The last ones that ended well; may be read by any thread."""
 
     def _wait_names(self) -> set[str]:
         shape = self.schedule_for(2).shape
@@ -110,7 +117,7 @@ class PipelineExecutor:
             num_layers=self._num_layers,
             num_micro_batches=num_micro_batches,
             pages_per_layer=tuple(
-                0 if layer in cpu_experts else pages for layer, pages in enumerate(self._pages_per_layer)
+                0 if layer in cpu_experts else pages for layer, pages in enumerate(self.pages_per_layer)
             ),
             lookahead=self.policy.lookahead,
             with_attention=with_attention,
@@ -123,6 +130,11 @@ class PipelineExecutor:
         """Pages that a refill moves beyond those of the sweeps: the first streamed layer's."""
         streamed = min(self.store.layers, default=None)
         return 0 if streamed is None else self.store.num_pages(streamed)
+
+    def bytes_of_first_layer(self) -> int:
+        """Those pages in bytes."""
+        streamed = min(self.store.layers, default=None)
+        return 0 if streamed is None else self.store.layers[streamed].layout.num_bytes
 
     def run_sweep(
         self,
@@ -167,6 +179,8 @@ class PipelineExecutor:
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:
                 raise MoeLightningError(f"micro-batches {unfinished} did not end with the schedule {schedule.name}")
+            span = SweepSpan(started_s, time.monotonic(), len(micro_batches), is_dummy, tuple(sorted(cpu_experts)))
+            self.recent_sweeps.append(span)
             return [coroutine.result for coroutine in self._coroutines]  # type: ignore[misc]  # all have finished
         except BaseException:
             self._abort()

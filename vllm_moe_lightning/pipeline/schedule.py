@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.resources import Resource
 
 # Marks at the head of a sweep: what their resource was given in earlier sweeps is before them.
 SWEEP_START = TaskKey(TaskName.SWEEP_START, 0, 0)

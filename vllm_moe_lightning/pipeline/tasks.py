@@ -1,4 +1,4 @@
-"""The vocabulary of a sweep: resources, tasks and the keys by which tasks wait for each other.
+"""The vocabulary of a sweep: tasks, and the keys by which they wait for each other.
 
 The schedule lists tasks, the simulator times them, the executor launches them, the tracer prints them: all under
 these names.
@@ -9,14 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-class Resource(StrEnum):
-    """What a task keeps busy. One task at a time on each; tasks of one resource run in the order of the schedule."""
-
-    GPU = "gpu"
-    CPU = "cpu"
-    D2H = "d2h"
-    H2D = "h2d"
+from vllm_moe_lightning.resources import Resource
 
 
 class TaskName(StrEnum):
