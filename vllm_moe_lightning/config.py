@@ -15,6 +15,7 @@ OPTIONS_KEY = "moe_lightning"
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
 AdmissionMode = Literal["worst_case", "expected", "vllm"]
+ExpertsPlace = Literal["device", "cpu", "auto"]
 AttentionPlace = Literal["auto", "cpu", "device"]
 HostMemoryKind = Literal["pinned", "pageable"]
 FaultKind = Literal["raise", "error", "hang", "end_thread"]
@@ -78,6 +79,10 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Of prompts without cached context, where `attention` is on the CPU. `device`: from the keys and values at hand;
     only these go down to the cache. `auto`: the device on CUDA, the CPU on the emulated device. Rows with context
     (later chunks of a prompt, prefix hits) are the CPU's."""
+    experts: ExpertsPlace = "device"
+    """Of streamed layers. `cpu`: computed from the host pages, nothing is streamed. `auto`: layer by layer and sweep by
+    sweep, as many on the CPU as the plan says for the tokens at hand: reading an expert there is faster than bringing
+    it up where an expert has few tokens. Unquantised SiLU experts only; on the CPU build, with our own kernel."""
     num_resident_layers: NonNegativeInt | None = None
     """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
     admission: AdmissionMode = "worst_case"
@@ -135,6 +140,10 @@ def parse_options(raw: object) -> MoeLightningConfig:
         raise ValueError(
             f"{OPTIONS_KEY}{path}: {error}; got {_value_at(raw, path)!r}; see README, 'Options'"
         ) from error
+    if config.planner == "off" and config.experts == "auto":
+        raise ValueError(
+            f"{OPTIONS_KEY}.experts: 'auto' is the planner's choice, and planner is 'off'; give cpu or device"
+        )
     ignored = [name for name in PLANNER_ONLY if getattr(config, name) is not None]
     if config.planner == "off" and ignored:
         raise ValueError(f"{OPTIONS_KEY}: with planner 'off' nobody reads {ignored}; drop them, or the planner option")

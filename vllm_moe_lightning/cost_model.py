@@ -119,6 +119,8 @@ class TaskCosts:
                 return self.kv_append_s * stretch[HrmResource.CPU]
             case TaskName.DEVICE_ATTENTION:
                 return self.device_attention_s
+            case TaskName.EXPERTS:
+                return self.cpu_experts_s * stretch[HrmResource.CPU]
             case TaskName.QKV_OFFLOAD:
                 return self._d2h_s(self.qkv_offload) * stretch[HrmResource.D2H]
             case TaskName.HIDDEN_LOAD:
@@ -261,7 +263,7 @@ def _sweep_work(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy,
         hidden = _Copies(share.tokens * spec.hidden * spec.widths.activation_bytes, 1.0).times(streamed * n)
         down += hidden
         up += hidden
-        gpu_s += resident * machine.gpu_gemm_s(*experts)
+        gpu_s += resident * machine.gpu_experts_s(*experts)
         cpu_s += streamed * tasks.cpu_experts_s
         cpu_bytes += streamed * n * experts[1]
     disk_bytes = policy.num_disk_layers * spec.expert_layer_bytes

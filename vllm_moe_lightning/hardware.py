@@ -98,6 +98,10 @@ class KernelEfficiencies(_Strict, frozen=True):
     """Of the GPU's FLOP/s, for prefill attention."""
     gpu_bandwidth: float = 0.75
     """Of device memory bandwidth, for kernels that stream weights or KV."""
+    gpu_experts: float | None = None
+    """Of the GPU's FLOP/s, for routed experts, whose grouped GEMM is another kernel. None: as gpu_gemm."""
+    gpu_experts_bandwidth: float | None = None
+    """Of device memory bandwidth, for the experts' weights. None: as gpu_bandwidth."""
     gpu_overlap: float = 1.0
     """Share of the shorter of a GEMM's two times, arithmetic and memory, that hides behind the longer one. 1: the
     roofline. 0: a core, which first brings a weight into its cache and then computes with it."""

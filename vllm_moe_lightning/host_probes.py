@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -149,13 +149,20 @@ def few_row_gemms(effort: Effort) -> list[Reading]:
     with torch_threads(1):
         few_s, many_s = (seconds_of_rows(rows) for rows in (FEW_ROWS, MANY_ROWS))
     note = f"{FEW_ROWS} and {MANY_ROWS} rows by {weights.nbytes // MIB} MiB of bfloat16 weights"
+    return rows_and_weights("gemm.1", few_s, many_s, 2.0 * weights.numel(), weights.nbytes, note)
+
+
+def rows_and_weights(
+    name: str, few_s: Sequence[float], many_s: Sequence[float], flops_per_row: float, num_bytes: int, note: str
+) -> list[Reading]:
+    """Seconds of FEW_ROWS and of MANY_ROWS rows by the same weights -> FLOP/s of a row, bytes/s of the weights."""
     # Others' load can turn the line over: of the smaller size, neither part is taken to be less than a twentieth.
     share = FEW_ROWS * (min(many_s) - min(few_s)) / (MANY_ROWS - FEW_ROWS) / min(few_s)
     rows_share = min(max(share, LEAST_SHARE), 1.0 - LEAST_SHARE)
     row_s, weights_s = min(few_s) * rows_share / FEW_ROWS, min(few_s) * (1.0 - rows_share)
     return [
-        Reading(name="rows_gemm.1", unit=FLOPS_PER_S, best=2.0 * weights.numel() / row_s, note=note),
-        Reading(name="weights_gemm.1", unit=BYTES_PER_S, best=weights.nbytes / weights_s, note=note),
+        Reading(name=f"rows_{name}", unit=FLOPS_PER_S, best=flops_per_row / row_s, note=note),
+        Reading(name=f"weights_{name}", unit=BYTES_PER_S, best=num_bytes / weights_s, note=note),
     ]
 
 

@@ -24,14 +24,20 @@ class Machine:
 
     profile: HardwareProfile
 
-    def gpu_s(self, flops: float, num_bytes: float, flops_efficiency: float) -> float:
+    def gpu_s(
+        self, flops: float, num_bytes: float, flops_efficiency: float, bandwidth_efficiency: float | None = None
+    ) -> float:
         gpu, reached = self.profile.gpu, self.profile.efficiencies
         flops_s = flops / (gpu.total_flops_per_s * flops_efficiency)
-        memory_s = num_bytes / (gpu.total_bandwidth_bytes_per_s * reached.gpu_bandwidth)
+        memory_s = num_bytes / (gpu.total_bandwidth_bytes_per_s * (bandwidth_efficiency or reached.gpu_bandwidth))
         return larger(flops_s, memory_s) + (1.0 - reached.gpu_overlap) * smaller(flops_s, memory_s)
 
     def gpu_gemm_s(self, flops: float, num_bytes: float) -> float:
         return self.gpu_s(flops, num_bytes, self.profile.efficiencies.gpu_gemm)
+
+    def gpu_experts_s(self, flops: float, num_bytes: float) -> float:
+        reached = self.profile.efficiencies
+        return self.gpu_s(flops, num_bytes, reached.gpu_experts or reached.gpu_gemm, reached.gpu_experts_bandwidth)
 
     def gpu_attention_s(self, flops: float, num_bytes: float) -> float:
         return self.gpu_s(flops, num_bytes, self.profile.efficiencies.gpu_attention)
@@ -91,7 +97,7 @@ def post_attention_kernel_s(spec: MoeModelSpec, machine: Machine, load: SweepLoa
     dense_s = common_s + _linear_s(machine, spec.dense_params_per_layer, tokens, widths.linear_bytes)
     moe_s = common_s + _linear_s(machine, spec.shared_params_per_layer, tokens, widths.linear_bytes)
     moe_s += _linear_s(machine, spec.router_params_per_layer, tokens, widths.other_bytes)
-    return dense_s, moe_s, machine.gpu_gemm_s(*experts_work(spec, tokens))
+    return dense_s, moe_s, machine.gpu_experts_s(*experts_work(spec, tokens))
 
 
 def head_s(spec: MoeModelSpec, machine: Machine, load: SweepLoad) -> float:

@@ -39,9 +39,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.best
 
 
-READINGS_VERSION = 3
+READINGS_VERSION = 4
 """Raised when a reading that the profile is made of is added or means something else: 2 added experts on the CPU, 3
-GEMMs of few rows."""
+GEMMs of few rows, 4 the experts' own kernel."""
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -43,6 +43,7 @@ from vllm_moe_lightning.profile_cache import cache_folder, fingerprint, load_cac
 Progress = Callable[[str, int, int], None]
 """(what is measured now, how many steps are done, how many there are)"""
 Probe = Callable[[], Reading | list[Reading]]
+ExpertsProbe = Callable[[Effort], list[Reading]]
 
 EMULATED_MEMORY_SHARE = 0.25
 """Of host memory, for the emulated device: it has none of its own. `device_memory_mib` sets another budget."""
@@ -56,8 +57,12 @@ def machine_profile(
     disk_folder: Path = Path(),
     cache: Path | None = None,
     progress: Progress = lambda step, done, total: None,
+    experts_probe: ExpertsProbe | None = None,
 ) -> tuple[MeasuredMachine, list[str]]:
-    """This machine from the cache, or measured and cached. (measurement, warnings about the cache)"""
+    """This machine from the cache, or measured and cached. (measurement, warnings about the cache)
+
+    experts_probe: measures the experts' kernel on the device; without it they are taken to run like other GEMMs.
+    """
     folder = cache_folder() if cache is None else cache
     machine = fingerprint()
     warnings: list[str] = []
@@ -65,7 +70,9 @@ def machine_profile(
         cached, warnings = load_cached(folder, machine, quick=quick)
         if cached is not None:
             return cached, warnings
-    measured = measure_machine(machine, quick=quick, disk_folder=disk_folder, progress=progress)
+    measured = measure_machine(
+        machine, quick=quick, disk_folder=disk_folder, progress=progress, experts_probe=experts_probe
+    )
     return measured, warnings + store_cached(folder, measured)
 
 
@@ -76,12 +83,16 @@ def measure_machine(
     effort: Effort | None = None,
     disk_folder: Path = Path(),
     progress: Progress = lambda step, done, total: None,
+    experts_probe: ExpertsProbe | None = None,
 ) -> MeasuredMachine:
     """Raises ValueError naming each reading that can't be. `machine`: its fingerprint; `effort`: in place of the quick
     or the full one."""
     started_s, load_average = time.monotonic(), os.getloadavg()[0]
     num_threads = usable_cpus()
-    probes = _probes(num_threads, effort or (QUICK if quick else FULL), disk_folder)
+    spent = effort or (QUICK if quick else FULL)
+    probes = {**_probes(num_threads, spent, disk_folder)}
+    if experts_probe is not None:
+        probes["experts on the device"] = lambda: experts_probe(spent)
     readings: list[Reading] = []
     for index, (label, probe) in enumerate(probes.items()):
         progress(label, index, len(probes))
@@ -178,6 +189,10 @@ def profile_of(
             "gpu_attention": share("gpu_attention", "causal_attention.1", gpu.flops_per_s),
         }
         sources["efficiencies.gpu_overlap"] = "chosen: the two figures of rows and weights are of times that add up"
+    if not is_cuda and "rows_experts.1" in found:
+        on_device["gpu_experts"] = share("gpu_experts", "rows_experts.1", gpu.flops_per_s)
+        bandwidth = share("gpu_experts_bandwidth", "weights_experts.1", gpu.bandwidth_bytes_per_s)
+        on_device["gpu_experts_bandwidth"] = bandwidth
     efficiencies = KernelEfficiencies(
         cpu_attention_bandwidth=share("cpu_attention_bandwidth", f"attention_read.{attending}", host_read),
         cpu_attention_flops=share("cpu_attention_flops", f"attention_cached.{attending}", cpu_flops),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,7 +83,14 @@ def _measure_with_progress(refresh: bool, quick: bool, disk_folder: Path) -> tup
         def progress(step: str, done: int, total: int) -> None:
             bar.update(task, description=step, completed=done, total=total)
 
-        return machine_profile(quick=quick, refresh=refresh, disk_folder=disk_folder, progress=progress)
+        if find_spec("vllm") is None:
+            return machine_profile(quick=quick, refresh=refresh, disk_folder=disk_folder, progress=progress)
+        progress("importing vLLM, whose experts' kernel the engine will run", 0, 1)
+        from vllm_moe_lightning.integration.experts_probe import device_experts
+
+        return machine_profile(
+            quick=quick, refresh=refresh, disk_folder=disk_folder, progress=progress, experts_probe=device_experts
+        )
 
 
 def _age(seconds: float) -> str:

@@ -133,6 +133,39 @@ LEDGER: tuple[TouchedName, ...] = (
         ("self", "x", "router_logits"),
     ),
     TouchedName(
+        "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
+        "patch",
+        "left out while weights load, where the CPU is to compute experts in place: its kernel's packing is not ours",
+        "vLLM's CPU kernel may be called from a second thread",
+        ("self", "layer"),
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        "use",
+        "only unquantised experts are computed on the CPU",
+        "never",
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._select_forward",
+        "use",
+        "`_forward_entry` of instances is set to the functions below, where the CPU computes experts under CUDA",
+        "micro-batches run as threads",
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:_moe_forward",
+        "use",
+        "as above",
+        "as above",
+        ("hidden_states", "router_logits"),
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.runner.moe_runner:_moe_forward_shared",
+        "use",
+        "as above",
+        "as above",
+        ("hidden_states", "router_logits"),
+    ),
+    TouchedName(
         "vllm.model_executor.custom_op:op_registry_oot",
         "use",
         "register each class once per process",
@@ -159,6 +192,22 @@ LEDGER: tuple[TouchedName, ...] = (
     TouchedName("vllm.logger:init_logger", "use", "our lines go where vLLM's go", "never"),
     TouchedName("vllm:LLM", "use", "the bulk runner", "never"),
     TouchedName("vllm:SamplingParams", "use", "the bulk runner", "never"),
+    TouchedName(
+        "vllm._custom_ops:cpu_fused_moe",
+        "use",
+        "timed for the planner's profile of the emulated device",
+        "never",
+        ("out", "input", "w13", "w2"),
+        "cpu",
+    ),
+    TouchedName(
+        "vllm._custom_ops:cpu_prepack_moe_weight",
+        "use",
+        "as above",
+        "never",
+        ("weight", "isa"),
+        "cpu",
+    ),
     TouchedName("vllm.v1.worker.cpu_worker:CPUWorker", "subclass", "our worker", "never", platform="cpu"),
     TouchedName(
         "vllm.v1.worker.cpu_worker:CPUWorker.init_device", "patch", "overridden in our worker", "never", platform="cpu"
