@@ -31,7 +31,7 @@ from benchmarks.fp64_checks import kernel_checks
 from benchmarks.gpu_engine import ARMS, GpuEngine
 from benchmarks.gpu_report import failures, show, summarise
 from benchmarks.machine import ROOT, describe
-from benchmarks.schedule_check import largest_error
+from benchmarks.schedule_check import schedule_error
 from benchmarks.torch_decoder import DecoderConfig
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.cost_model import sweep_cost
@@ -50,7 +50,7 @@ from vllm_moe_lightning.profiling import attention_threads, measure_machine
 from vllm_moe_lightning.workload import SweepLoad, Workload
 
 GIB = 1 << 30
-# The plain decoder sums in another order than the engine's kernels: relative RMS of hidden states after all layers.
+# The plain decoder sums in another order than the engine's kernels: error of hidden states after all layers.
 RESULT_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 STREAM_OF = {"gpu": "compute", "cpu": "cpu", "h2d": "h2d", "d2h": "d2h"}
 
@@ -136,7 +136,7 @@ def result_checks(kind: DeviceKind) -> list[dict[str, Any]]:
     rows = []
     for dtype in types:
         for schedule in SCHEDULE_NAMES:
-            error = largest_error(make_device(kind, 64 * MIB), schedule, dtype)
+            error = schedule_error(make_device(kind, 64 * MIB), schedule, dtype)
             limit = RESULT_TOLERANCE[dtype]
             rows.append({"check": f"{schedule} {dtype}", "error": error, "limit": limit, "ok": error <= limit})
     return rows

@@ -18,7 +18,7 @@ GOALS = {
     "prediction_error": 0.15,  # at most
 }
 AT_LEAST = {"h2d_share_of_peak", "throughput_over_stock_like"}
-# Between schedules, relative RMS: they compute the same step, but S4's attention is another kernel.
+# Between schedules: they compute the same step, but S4's attention is another kernel.
 MOST_DIFFERENCE = 0.05
 
 

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from benchmarks import gpu_check
 from benchmarks.gpu_check import DeviceKind, main
-from benchmarks.gpu_engine import ARMS, STOCK
+from benchmarks.gpu_engine import ARMS, STOCK, GpuEngine
 from benchmarks.gpu_report import failures, summarise
 from benchmarks.torch_decoder import SparseMlp
 from tests.helpers.recording_cuda import RecordingCuda
+from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.hardware_presets import preset_profile
 
 Result = dict[str, Any]
@@ -116,6 +117,23 @@ def test_the_arms_run_on_a_cuda_device_whose_calls_are_recorded(monkeypatch: pyt
     assert max(arms["difference_from_cgopipe"].values()) == 0.0
     assert any("pinned" in line for line in arms["memory"])
     cuda.log.check()
+
+
+def test_an_arm_without_room_is_left_out_with_the_reason_and_the_others_go_on() -> None:
+    check = gpu_check.check_for(DeviceKind.EMULATED, 0.0)
+    device = gpu_check.make_device(DeviceKind.EMULATED, check.device_memory_bytes)
+    options = MoeLightningConfig(num_micro_batches=2)
+    bench = GpuEngine(check.model, device, options, num_seqs=8, context_len=check.context_len)
+    assert device.memory_budget_bytes is not None
+    device.reserve(device.memory_budget_bytes - device.memory_used_bytes - 70_000, "somebody else's")
+    for name in ("s4", STOCK, "s4", "cgopipe"):
+        bench.measure(name, 1)
+    assert set(bench.null_reasons) == {"s4"}, "70 kB are a sequence's KV, and less than two frames"
+    assert "kv_frame[1]" in bench.null_reasons["s4"]
+    assert bench.arms[STOCK].num_seqs == 1
+    assert len(bench.arms["cgopipe"].step_s) == 1
+    assert "s4" not in bench.differences()
+    bench.close()
 
 
 def test_every_token_through_every_expert_is_what_routing_gives() -> None:

@@ -97,9 +97,10 @@ class DeviceAttentionPath:
         cache = self._cache_of(0)
         self._contexts = [_Context.of(entry, cache.block_size, self._device) for entry in rows]
         needed = max(len(context.host_blocks) for context in self._contexts) * cache.block_bytes
-        if not self._frames or self._frames[0].tensor.numel() < needed:
+        if len(self._frames) < NUM_FRAMES or self._frames[0].tensor.numel() < needed:
             self.release_frames()
-            self._frames = [self._device.allocate(needed, f"kv_frame[{index}]") for index in range(NUM_FRAMES)]
+            for index in range(NUM_FRAMES):  # one by one: the second may not fit, and the first is then given back
+                self._frames.append(self._device.allocate(needed, f"kv_frame[{index}]"))
 
     def release_frames(self) -> None:
         """Gives their memory back until the next sweep. The caller has waited for all that touches them."""
