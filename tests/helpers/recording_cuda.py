@@ -162,8 +162,10 @@ class RecordingCuda:
         self._give(stream, lambda: self._work(lambda: dst.fill_(byte)))
 
     def _work(self, action: Callable[[], object]) -> None:
+        """The model's tensors may be of inference mode, and a copy may happen in any thread."""
         self.is_at_work = True
-        action()
+        with torch.inference_mode():
+            action()
         self.is_at_work = False
 
     def _note(self, stream: DoubleStream, src: torch.Tensor | None, dst: torch.Tensor) -> None:

@@ -112,7 +112,7 @@ class Runtime:
         total = sum(layer.num_bytes for layer in self._experts)
         logger.info(
             "moe_lightning: %d MoE layers, %.1f MiB of experts; %d layers streamed from %.1f MiB of host pages through "
-            "%d slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is pageable, not pinned (device: %s)",
+            "%d slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is %s (device: %s)",
             len(self._experts),
             total / MIB,
             len(policy.streamed_layers),
@@ -121,6 +121,9 @@ class Runtime:
             len(policy.resident_layers),
             policy.page_bytes / MIB,
             store.sweep_pages(),
+            "pinned"
+            if self.device.kind == "cuda" and self.options.host_memory != "pageable"
+            else "pageable, not pinned",
             self.device.kind,
         )
 

@@ -134,9 +134,7 @@ class HostExperts:
         output, output_name = self._output(key.index, tokens), f"experts_out_host[{key.index}]"
         if self._device.poison:
             self._device.cpu.fill(output, 0xFF, writes=[output_name])
-        task = ExpertFfnTask(
-            self._experts_of(key.layer), hidden, ids, weights, output, pool=self._pool
-        )
+        task = ExpertFfnTask(self._experts_of(key.layer), hidden, ids, weights, output, pool=self._pool)
         self._device.cpu.call(
             task.function,
             task.argument,
