@@ -62,15 +62,17 @@ def _starts(query_lens: Sequence[int]) -> torch.Tensor:
 
 
 class Sequences:
-    """Sequences that grow step by step, each over its own blocks, dealt out at random as a block manager would."""
+    """Sequences that grow step by step, each over its own blocks, dealt out at random as a block manager would; seed
+    None: in order."""
 
-    def __init__(self, num_seqs: int, max_len: int, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(self, num_seqs: int, max_len: int, block_size: int = 16, seed: int | None = 0) -> None:
         self.block_size = block_size
         blocks_per_seq = -(-max_len // block_size)
         self.num_blocks = num_seqs * blocks_per_seq
-        rng = torch.Generator().manual_seed(seed)
-        dealt = torch.randperm(self.num_blocks, generator=rng).to(torch.int32)
-        self._block_table = dealt.view(num_seqs, blocks_per_seq)
+        dealt = torch.arange(self.num_blocks)
+        if seed is not None:
+            dealt = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(seed))
+        self._block_table = dealt.to(torch.int32).view(num_seqs, blocks_per_seq)
         self.lens = [0] * num_seqs
 
     def step(self, query_lens: Sequence[int], token_ids: torch.Tensor) -> Step:

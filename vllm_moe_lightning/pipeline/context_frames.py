@@ -96,9 +96,10 @@ class ContextFrames:
         self._contexts = {i: _Context.of(entry, cache.block_size, self._device) for i, entry in rows.items()}
         needed = max(self._num_blocks or 0, *(len(context.host_blocks) for context in self._contexts.values()))
         needed *= cache.block_bytes
-        if not self._frames or self._frames[0].tensor.numel() < needed:
+        if len(self._frames) < NUM_FRAMES or self._frames[0].tensor.numel() < needed:
             self.release()
-            self._frames = [self._device.allocate(needed, f"kv_frame[{index}]") for index in range(NUM_FRAMES)]
+            for index in range(NUM_FRAMES):  # one by one: the second may not fit, and the first is then given back
+                self._frames.append(self._device.allocate(needed, f"kv_frame[{index}]"))
 
     def release(self) -> None:
         """Gives the frames' memory back until the next sweep. The caller has waited for all that touches them."""
