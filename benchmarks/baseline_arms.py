@@ -7,6 +7,7 @@ bfloat16 and lie in RAM, but for accelerate's disk offload. Packages that are no
 from __future__ import annotations
 
 import os
+import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -49,8 +50,8 @@ class BaselineArm(EngineProcess):
     def __init__(self, name: str, checkpoint: Path, shape: CheckpointShape, packages: Path, max_tokens: int) -> None:
         serve = _serve_llama if name == LLAMA_CPP else _serve_transformers
         threads = str(len(os.sched_getaffinity(0)))
-        environment = {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": threads, "TORCHDYNAMO_DISABLE": "0"}
-        super().__init__(serve, name, str(checkpoint), shape, max_tokens, environment=environment)
+        environment = {"OMP_NUM_THREADS": threads, "TORCHDYNAMO_DISABLE": "0"}
+        super().__init__(serve, name, str(checkpoint), shape, str(packages), max_tokens, environment=environment)
 
     def run(self, prompts: tuple[tuple[int, ...], ...], gen_len: int) -> BatchRun:
         run: BatchRun = self.ask(BatchOrder(prompts, gen_len))
@@ -58,9 +59,12 @@ class BaselineArm(EngineProcess):
 
 
 def _serve_transformers(
-    connection: Connection, name: str, checkpoint: str, shape: CheckpointShape, max_tokens: int
+    connection: Connection, name: str, checkpoint: str, shape: CheckpointShape, packages: str, max_tokens: int
 ) -> None:
     import tempfile
+
+    if PACKAGES[name]:
+        sys.path.insert(0, packages)  # of this process alone
 
     import torch
 
@@ -96,8 +100,11 @@ def _serve_transformers(
     serve_orders(connection, answer, FAILURES)
 
 
-def _serve_llama(connection: Connection, name: str, checkpoint: str, shape: CheckpointShape, max_tokens: int) -> None:
+def _serve_llama(
+    connection: Connection, name: str, checkpoint: str, shape: CheckpointShape, packages: str, max_tokens: int
+) -> None:
     """llama.cpp's own decode call on a batch of sequences, as its batched server does."""
+    sys.path.insert(0, packages)
     threads = len(os.sched_getaffinity(0))
     try:
         import llama_cpp

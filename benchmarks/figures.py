@@ -23,6 +23,10 @@ from benchmarks.machine import ROOT
 RECORDED = ROOT / "benchmarks" / "results"
 RATIO, SHARE = "times", "share"
 BASELINES = ("vLLM", "transformers", "accelerate cpu_offload", "accelerate disk_offload", "llama.cpp")
+MEMORY_RATIOS = (
+    ("host memory S4 needs over CGOPipe's at the same tokens/s", "s4_over_cgopipe_at_same_tokens_per_s"),
+    ("KV memory S4 needs over CGOPipe's at the same tokens/s", "s4_over_cgopipe_of_kv_at_same_tokens_per_s"),
+)
 Result = Mapping[str, Any]
 Spread = tuple[float, float]
 
@@ -112,13 +116,11 @@ def _bound(result: Result) -> Mapping[str, Any]:
     return dict(result["summary"]["cgopipe_share_of_modelled_bound"] or {})
 
 
-def _memory_model(gpu: str) -> Figure:
+def _memory_model(gpu: str, what: str, key: str) -> Figure:
     return Figure(
-        f"host memory S4 needs over CGOPipe's at the same tokens/s, modelled, {gpu.upper()}",
+        f"{what}, modelled, {gpu.upper()}",
         "host_memory_sweep",
-        lambda result: (
-            result["summary"]["modelled"].get(gpu, {}).get("0.9", {}).get("s4_over_cgopipe_at_same_tokens_per_s")
-        ),
+        lambda result: result["summary"]["modelled"].get(gpu, {}).get("0.9", {}).get(key),
         RATIO,
         _command("host_memory_sweep", "host_memory_sweep"),
         _modelled,
@@ -173,8 +175,7 @@ FIGURES: tuple[Figure, ...] = (
         _named,
         lambda result: tuple(_bound(result)["spread"]),
     ),
-    _memory_model("t4"),
-    _memory_model("l4"),
+    *(_memory_model(gpu, what, key) for gpu in ("t4", "l4") for what, key in MEMORY_RATIOS),
     Figure(
         "best tokens/s of CGOPipe over S4's, decode",
         "host_memory_sweep",

@@ -24,6 +24,7 @@ MODEL = "mixtral-8x7b"
 NO_LIMIT_GIB = 64 * 1024.0
 LEAST_GIB = 32.0
 SHARES = (0.5, 0.9)
+KV_ITEM = "KV cache"  # of MemoryNeed.items
 TOLERANCE_GIB = 1.0
 LIMITS = {
     "cgopipe": PlanLimits(batching=Batching.STATIC, attention_on_gpu=False, ffn_on_gpu=True, kv_on_host=True),
@@ -66,6 +67,7 @@ class MemoryCurve:
                 "num_resident_layers": policy.num_resident_layers,
                 "kv_gpu_ratio": policy.kv_gpu_ratio,
                 "host_bytes_used": planned.host_memory.total_bytes,
+                "kv_host_bytes": planned.host_memory.items[KV_ITEM],
             }
         return row
 
@@ -109,6 +111,7 @@ def modelled(gpu: str, workload: Workload, hosts_gib: list[float]) -> dict[str, 
         # The same throughput for both: the lower bound's share, which both can reach.
         level = share * min(bounds.values())
         level_gib = {name: least_memory_gib(curve.tokens_per_s, level) for name, curve in curves.items()}
+        level_kv_gib = {name: _kv_gib(curves[name], host_gib) for name, host_gib in level_gib.items()}
         result["shares"].append(
             {
                 "share": share,
@@ -117,9 +120,17 @@ def modelled(gpu: str, workload: Workload, hosts_gib: list[float]) -> dict[str, 
                 "same_tokens_per_s": level,
                 "host_gib_at_same_tokens_per_s": level_gib,
                 "s4_over_cgopipe_at_same_tokens_per_s": _ratio(level_gib),
+                "kv_gib_at_same_tokens_per_s": level_kv_gib,
+                "s4_over_cgopipe_of_kv_at_same_tokens_per_s": _ratio(level_kv_gib),
             }
         )
     return result
+
+
+def _kv_gib(curve: MemoryCurve, host_gib: float | None) -> float | None:
+    """Of the host memory, what the KV cache takes: the weights are the same for both."""
+    planned = None if host_gib is None else curve.planned(host_gib)
+    return None if planned is None else planned.host_memory.items[KV_ITEM] / GIB
 
 
 def _ratio(host_gib: dict[str, float | None]) -> float | None:

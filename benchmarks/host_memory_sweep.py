@@ -122,19 +122,21 @@ def host_bytes_for(rows: Sequence[Mapping[str, Any]], wanted: float) -> float | 
     return None
 
 
+def _ratio(num_bytes: Mapping[str, float | None]) -> float | None:
+    top, bottom = num_bytes["s4"], num_bytes["cgopipe"]
+    return top / bottom if top and bottom else None
+
+
 def summary_of(model: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[str, Any]:
     of = {name: [row for row in measured["rows"] if row["schedule"] == name] for name in SCHEDULES}
     best = {name: max(row["tokens_per_s"] for row in rows) for name, rows in of.items()}
     level = REACHED * min(best.values())
     bytes_at_level = {name: host_bytes_for(rows, level) for name, rows in of.items()}
-    top, bottom = bytes_at_level["s4"], bytes_at_level["cgopipe"]
+    kv_at_level = {name: n and n - measured["expert_bytes"] for name, n in bytes_at_level.items()}
     return {
         "modelled": {
             gpu: {
-                f"{entry['share']:g}": {
-                    "s4_over_cgopipe_at_same_tokens_per_s": entry["s4_over_cgopipe_at_same_tokens_per_s"],
-                    "s4_over_cgopipe_of_own_bound": entry["s4_over_cgopipe_of_own_bound"],
-                }
+                f"{entry['share']:g}": {key: value for key, value in entry.items() if key.startswith("s4_over")}
                 for entry in curves["shares"]
             }
             for gpu, curves in model.items()
@@ -143,7 +145,8 @@ def summary_of(model: Mapping[str, Any], measured: Mapping[str, Any]) -> dict[st
         "measured_best_cgopipe_over_s4": best["cgopipe"] / best["s4"],
         "measured_same_tokens_per_s": level,
         "measured_host_bytes_at_same_tokens_per_s": bytes_at_level,
-        "measured_s4_over_cgopipe_at_same_tokens_per_s": top / bottom if top and bottom else None,
+        "measured_s4_over_cgopipe_at_same_tokens_per_s": _ratio(bytes_at_level),
+        "measured_s4_over_cgopipe_of_kv_at_same_tokens_per_s": _ratio(kv_at_level),
     }
 
 

@@ -35,6 +35,10 @@ GANTT_SCHEDULES = ("cgopipe", "s2", "s3", "serial")
 ROOFLINE_GPU = "t4"
 
 
+class IncompleteResultsError(Exception):
+    """The results are of a version of the benchmark that did not keep what the picture shows."""
+
+
 def draw_throughput(result: Result, path: Path) -> None:
     """A cluster of bars per workload; a line over CGOPipe's bar at the modelled bound."""
     from matplotlib.figure import Figure
@@ -80,6 +84,8 @@ def draw_gantt(result: Result, path: Path) -> None:
     from vllm_moe_lightning.pipeline.trace import TraceSpan
 
     rows = {row["schedule"]: row for row in result["rows"]}
+    if not all("spans" in rows[name] for name in GANTT_SCHEDULES):
+        raise IncompleteResultsError("these results of benchmarks/pipeline.py hold no spans; run it again")
     panels = []
     for name in GANTT_SCHEDULES:
         spans = [TraceSpan(stream, label, begin_s, end_s) for stream, label, begin_s, end_s in rows[name]["spans"]]
@@ -174,7 +180,11 @@ def main(
         if not path.exists():
             print(f"not drawn: {name}, for there is no {path}")
             continue
-        draw(json.loads(path.read_text()), folder / f"{name}.png")
+        try:
+            draw(json.loads(path.read_text()), folder / f"{name}.png")
+        except IncompleteResultsError as error:
+            print(f"not drawn: {name}: {error}")
+            continue
         print(f"drawn: {folder / f'{name}.png'}")
 
 
