@@ -33,6 +33,7 @@ OTHER_COLOURS = ("#e5883b", "#b5382a", "#7a5195", "#9a9a9a")
 BOUND_COLOUR = "black"
 GANTT_SCHEDULES = ("cgopipe", "s2", "s3", "serial")
 ROOFLINE_GPU = "t4"
+MEMORY_TICKS_GIB = (128, 256, 512, 1024, 2048)
 
 
 class IncompleteResultsError(Exception):
@@ -89,7 +90,7 @@ def draw_gantt(result: Result, path: Path) -> None:
     panels = []
     for name in GANTT_SCHEDULES:
         spans = [TraceSpan(stream, label, begin_s, end_s) for stream, label, begin_s, end_s in rows[name]["spans"]]
-        title = f"{name}: {rows[name]['step_s'] * 1e3:.0f} ms a step (measured, emulated device)"
+        title = f"{name}: a measured step on the emulated device (median {rows[name]['step_s'] * 1e3:.0f} ms)"
         panels.append((title, spans))
     plot_gantt(panels, path)
 
@@ -127,6 +128,7 @@ def draw_memory(result: Result, path: Path) -> None:
             bound = curves["bound_tokens_per_s"][name]
             axes.axhline(bound, color=COLOURS[name], linewidth=0.8, linestyle=":", label=f"{name}, no memory limit")
         axes.set_xscale("log", base=2)
+        axes.set_xticks(MEMORY_TICKS_GIB, map(str, MEMORY_TICKS_GIB))
         _label_memory(axes, "host memory, GiB", f"modelled, not run: {curves['model']} on {gpu.upper()}")
     measured, axes = result["measured"], panels[-1]
     for name in curves["points"]:

@@ -90,7 +90,7 @@ def show(result: Mapping[str, Any], console: Console) -> None:
     )
 
 
-def _merged(json_file: Path, result: dict[str, Any]) -> dict[str, Any]:
+def merged(json_file: Path, result: dict[str, Any]) -> dict[str, Any]:
     """With the rows of other workloads that are in the file already."""
     before = json.loads(json_file.read_text())
     done = {(row["workload"], row["padded"]) for row in result["rows"]}
@@ -161,7 +161,7 @@ def main(
         "budget": {"device_memory_gib": device_memory_gib} if on_gpu else asdict(budget),
     }
     if append and json_file.exists():
-        result = _merged(json_file, result)
+        result = merged(json_file, result)
     show(result, console)
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,7 +1,9 @@
 """The arithmetic and the guards of benchmarks/throughput.py, without an engine."""
 
+import json
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from benchmarks.stock_offload import (
     prefetch_settings,
     uva_settings,
 )
+from benchmarks.throughput import merged
 from benchmarks.throughput_arms import Arm, NotComparableError, best_settings, check_run
 
 GIB = 1 << 30
@@ -146,3 +149,22 @@ def test_the_summary_has_medians_over_the_workloads() -> None:
 def test_settings_that_differ_between_arms_are_named() -> None:
     rows = [row("cgopipe", 2.0, threads=1), row("vLLM in RAM", 1.0, 2.0, threads=2)]
     assert unequal_conditions(rows) == {"threads": {"cgopipe": 1, "vLLM in RAM": 2}}
+
+
+def test_a_run_replaces_its_workloads_rows_in_the_file_and_keeps_the_others(tmp_path: Path) -> None:
+    def result(*workloads: str, rate: float) -> dict[str, Any]:
+        rows = [row("cgopipe", rate, workload=name) for name in workloads]
+        remarks = [{"workload": name, "padded": False, "rate": rate} for name in workloads]
+        return {"rows": rows, "remarks": remarks, "machines": dict.fromkeys(workloads, rate)}
+
+    file = tmp_path / "throughput.json"
+    file.write_text(json.dumps(result("a", "b", rate=1.0)))
+    both = merged(file, result("b", "c", rate=2.0))
+    assert [(entry["workload"], entry["tokens_per_s"]) for entry in both["rows"]] == [
+        ("a", 1.0),
+        ("b", 2.0),
+        ("c", 2.0),
+    ]
+    assert [(entry["workload"], entry["rate"]) for entry in both["remarks"]] == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
+    assert both["machines"] == {"a": 1.0, "b": 2.0, "c": 2.0}
+    assert both["summary"]["num_rounds"] == 3
