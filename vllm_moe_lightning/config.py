@@ -15,7 +15,9 @@ OPTIONS_KEY = "moe_lightning"
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
 AdmissionMode = Literal["worst_case", "expected", "vllm"]
+ExpertsPlace = Literal["device", "cpu", "auto"]
 AttentionPlace = Literal["auto", "cpu", "device"]
+HostMemoryKind = Literal["pinned", "pageable"]
 FaultKind = Literal["raise", "error", "hang", "end_thread"]
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -38,6 +40,8 @@ class DebugOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Skip one kind of wait, named `waiter<-awaited`, for example `hidden_load<-attention`."""
     fail_attention_at: PositiveInt | None = None
     """The n-th attention task fails, to show that a failure unwinds cleanly."""
+    pin_fail_at: PositiveInt | None = None
+    """The n-th piece of host memory cannot be pinned."""
     attention_fault: FaultKind | None = None
     """How it fails: `raise` (the default) on the launching thread; on the attention stream's own thread it returns
     an `error`, hangs for ever (`hang`), or ends the thread (`end_thread`)."""
@@ -75,6 +79,10 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Of prompts without cached context, where `attention` is on the CPU. `device`: from the keys and values at hand;
     only these go down to the cache. `auto`: the device on CUDA, the CPU on the emulated device. Rows with context
     (later chunks of a prompt, prefix hits) are the CPU's."""
+    experts: ExpertsPlace = "device"
+    """Of streamed layers. `cpu`: computed from the host pages, nothing is streamed. `auto`: layer by layer and sweep by
+    sweep, as many on the CPU as the plan says for the tokens at hand: reading an expert there is faster than bringing
+    it up where an expert has few tokens. Unquantised SiLU experts only; on the CPU build, with our own kernel."""
     num_resident_layers: NonNegativeInt | None = None
     """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
     admission: AdmissionMode = "worst_case"
@@ -90,6 +98,9 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     h2d_gb_per_s: PositiveFloat | None = None
     """Speed of the emulated link, host to device. Default: as fast as memcpy goes."""
     d2h_gb_per_s: PositiveFloat | None = None
+    host_memory: HostMemoryKind | None = None
+    """Of a GPU's pages. `pinned` (the default): all of it, or the engine does not start. `pageable`: what is large is
+    not pinned, and each of its copies goes through a small buffer that is, by the launching thread's hand: slower."""
     stall_timeout_s: PositiveFloat = 120.0
     """Once no copy or attention task has completed for so long while one is waited for, the engine ends with an error
     instead of waiting on. Far above any single task's time."""
@@ -129,6 +140,10 @@ def parse_options(raw: object) -> MoeLightningConfig:
         raise ValueError(
             f"{OPTIONS_KEY}{path}: {error}; got {_value_at(raw, path)!r}; see README, 'Options'"
         ) from error
+    if config.planner == "off" and config.experts == "auto":
+        raise ValueError(
+            f"{OPTIONS_KEY}.experts: 'auto' is the planner's choice, and planner is 'off'; give cpu or device"
+        )
     ignored = [name for name in PLANNER_ONLY if getattr(config, name) is not None]
     if config.planner == "off" and ignored:
         raise ValueError(f"{OPTIONS_KEY}: with planner 'off' nobody reads {ignored}; drop them, or the planner option")

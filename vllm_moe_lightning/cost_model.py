@@ -119,6 +119,8 @@ class TaskCosts:
                 return self.kv_append_s * stretch[HrmResource.CPU]
             case TaskName.DEVICE_ATTENTION:
                 return self.device_attention_s
+            case TaskName.EXPERTS:
+                return self.cpu_experts_s * stretch[HrmResource.CPU]
             case TaskName.QKV_OFFLOAD:
                 return self._d2h_s(self.qkv_offload) * stretch[HrmResource.D2H]
             case TaskName.HIDDEN_LOAD:

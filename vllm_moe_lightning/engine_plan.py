@@ -63,6 +63,8 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """All other weights, per rank."""
     hardware: str = ""
     """Name of the machine that was planned for."""
+    cpu_expert_layers: list[tuple[int, int]] = []
+    """(most tokens of a sweep, streamed layers whose experts the CPU computes then), ascending; beyond: none."""
     reasons: dict[str, str] = {}
     """Name of a value above (or of a vLLM flag) -> why it is what it is: planned, given by the user, ..."""
     predicted: PredictedFigures

@@ -22,6 +22,7 @@ from vllm_moe_lightning.engine_request import (
     workload_of,
 )
 from vllm_moe_lightning.errors import PolicyInfeasibleError
+from vllm_moe_lightning.experts_place import cpu_expert_layers
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.grid import PlanLimits
@@ -30,7 +31,7 @@ from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
 from vllm_moe_lightning.row_costs import query_token_cost
 from vllm_moe_lightning.stock_vllm import StockRuns, stock_runs
 from vllm_moe_lightning.tensor_parallel import machine_of_rank, model_of_rank
-from vllm_moe_lightning.workload import KvBlocks, SweepBuffers, Workload, steady_load
+from vllm_moe_lightning.workload import HrmPolicy, KvBlocks, SweepBuffers, Workload, steady_load
 
 WORTH_A_LARGER_BATCH = 0.02
 """A batch is not made larger for less: slots that a workload may never fill, and KV that another process could use."""
@@ -227,6 +228,11 @@ class EnginePlanning:
                 low = middle
         return best
 
+    def _cpu_expert_layers(self, choice: HrmPolicy, work: Workload, most_tokens: int) -> list[tuple[int, int]]:
+        if self.request.options.experts != "auto":
+            return []
+        return cpu_expert_layers(self.spec, self.machine, choice, work.final_context / 2, most_tokens)
+
     # ------------------------------------------------ what comes out of it
 
     def _engine_plan(self, policy: PlannedPolicy, work: Workload, reasons: dict[str, str]) -> EnginePlan:
@@ -255,6 +261,7 @@ class EnginePlanning:
             query_token_cost=query_token_cost(self.spec, self.machine, choice, steady_load(work, choice)),
             kv_bytes=given.kv_bytes or int(blocks * self.block_bytes),
             num_resident_layers=int(choice.num_resident_layers),
+            cpu_expert_layers=self._cpu_expert_layers(choice, work, given.max_num_batched_tokens or num_seqs),
             block_size=request.block_size,
             num_kv_blocks=blocks,
             max_model_len=self.max_model_len if self.spec.num_windowed_layers else longest,

@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from vllm_moe_lightning.checkpoint import check_checkpoint
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_options
+from vllm_moe_lightning.device.factory import refuse_unheeded
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
@@ -117,21 +118,15 @@ def _refuse_device(options: MoeLightningConfig) -> None:
     worker_base()  # names a platform that we do not run on
     if current_platform.is_cpu() and wanted == "cuda":
         raise UnsupportedError("moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option")
+    refuse_unheeded("cuda" if is_cuda() else "emulated", options)
     if is_cuda():
-        _refuse_on_cuda(options)
-
-
-def _refuse_on_cuda(options: MoeLightningConfig) -> None:
-    if options.device == "emulated":
-        raise UnsupportedError("moe_lightning.device is 'emulated', but this vLLM is a CUDA build; drop the option")
-    if given := [name for name in ("h2d_gb_per_s", "d2h_gb_per_s") if getattr(options, name) is not None]:
-        raise UnsupportedError(
-            f"moe_lightning.{given[0]} paces the emulated link; a GPU's has the speed it has: drop it"
+        if options.device == "emulated":
+            raise UnsupportedError("moe_lightning.device is 'emulated', but this vLLM is a CUDA build; drop the option")
+        logger.warning(
+            "moe_lightning: the CUDA path has passed every check that needs no GPU, and has not been run on one by its "
+            "developers; run benchmarks/gpu_check.py, and `vllm-moe-lightning check` with your model, before you rely "
+            "on it"
         )
-    logger.warning(
-        "moe_lightning: the CUDA path has passed every check that needs no GPU, and has not been run on one by its "
-        "developers; run benchmarks/gpu_check.py, and `vllm-moe-lightning check` with your model, before you rely on it"
-    )
 
 
 def _refuse_conflicts(vllm_config: Any, options: MoeLightningConfig) -> None:

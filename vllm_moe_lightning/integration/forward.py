@@ -34,8 +34,15 @@ class PipelinedForward:
     """Callable in place of `model.forward`."""
 
     def __init__(
-        self, model: torch.nn.Module, vllm_config: Any, executor: PipelineExecutor, *, prefill_on_device: bool = False
+        self,
+        model: torch.nn.Module,
+        vllm_config: Any,
+        executor: PipelineExecutor,
+        *,
+        prefill_on_device: bool = False,
+        cpu_experts: Callable[[int], frozenset[int]] = lambda num_tokens: frozenset(),
     ) -> None:
+        self._cpu_experts = cpu_experts
         self._forward = model.forward
         self._prefill_on_device = prefill_on_device
         self._vllm_config = vllm_config
@@ -82,11 +89,17 @@ class PipelinedForward:
             return set_context
 
         micro_batches = [
-            MicroBatch(body=body_of(share), enter=enter(share), rows=share.metadata.rows if share.metadata else None)
+            MicroBatch(
+                body=body_of(share),
+                enter=enter(share),
+                rows=share.metadata.rows if share.metadata else None,
+                num_tokens=positions.shape[-1] if share.tokens is None else len(share.tokens),
+            )
             for share in shares
         ]
+        cpu_experts = self._cpu_experts(positions.shape[-1])
         try:
-            results = self._executor.run_sweep(micro_batches, is_dummy=is_dummy)
+            results = self._executor.run_sweep(micro_batches, is_dummy=is_dummy, cpu_experts=cpu_experts)
         finally:
             vllm.forward_context._forward_context = outer
         if shares[0].tokens is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_moe_lightning.config import MoeLightningConfig, parse_options
-from vllm_moe_lightning.device.base import Device
-from vllm_moe_lightning.device.emulated import EmulatedDevice
+from vllm_moe_lightning.device.factory import make_device
 from vllm_moe_lightning.engine_plan import plan_of, weight_difference
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
+from vllm_moe_lightning.integration.cpu_experts import CpuExperts
 from vllm_moe_lightning.integration.forward import PipelinedForward
 from vllm_moe_lightning.integration.offloader import (
     expert_buffers,
@@ -62,22 +62,6 @@ def stream_cpus(parallel: Any) -> list[int]:
     return sorted(parent - own if own < parent else own)
 
 
-def make_device(options: MoeLightningConfig, cpus: list[int]) -> Device:
-    debug, budget = options.debug, options.device_memory_mib
-    return EmulatedDevice(
-        memory_budget_bytes=None if budget is None else int(budget * MIB),
-        h2d_bytes_per_s=None if options.h2d_gb_per_s is None else options.h2d_gb_per_s * 1e9,
-        d2h_bytes_per_s=None if options.d2h_gb_per_s is None else options.d2h_gb_per_s * 1e9,
-        timing=debug.copy_timing,
-        seed=debug.seed,
-        jitter_max_s=debug.jitter_max_ms / 1e3,
-        poison=debug.poison,
-        check_hazards=debug.check_hazards,
-        stall_timeout_s=options.stall_timeout_s,
-        cpus=cpus,
-    )
-
-
 class Runtime:
     """Lives as long as the worker. `take_over` is called when the weights are loaded, `attach` when the model is
     complete."""
@@ -87,7 +71,7 @@ class Runtime:
         self.options = options
         self._plan = plan_of(vllm_config)
         cpus = self._cpus = stream_cpus(vllm_config.parallel_config)
-        self.device = make_device(options, cpus)
+        self.device = make_device("cuda" if is_cuda() else "emulated", options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
         num_ranks = vllm_config.parallel_config.local_world_size if is_cuda() else 1
         num_cpus = max(1, min(len(cpus), usable_cpus() // num_ranks))  # a cgroup's quota may be less than its CPUs
@@ -128,7 +112,7 @@ class Runtime:
         total = sum(layer.num_bytes for layer in self._experts)
         logger.info(
             "moe_lightning: %d MoE layers, %.1f MiB of experts; %d layers streamed from %.1f MiB of host pages through "
-            "%d slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is pageable, not pinned (device: %s)",
+            "%d slots, %d resident; pages of %.2f MiB, %d per sweep; host memory is %s (device: %s)",
             len(self._experts),
             total / MIB,
             len(policy.streamed_layers),
@@ -137,6 +121,9 @@ class Runtime:
             len(policy.resident_layers),
             policy.page_bytes / MIB,
             store.sweep_pages(),
+            "pinned"
+            if self.device.kind == "cuda" and self.options.host_memory != "pageable"
+            else "pageable, not pinned",
             self.device.kind,
         )
 
@@ -173,10 +160,27 @@ class Runtime:
         self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
         if not self._attends_on_device:
             self._paths = self._host_attention_paths(prefill)
-        PipelinedForward(model, self._vllm_config, self._running, prefill_on_device=prefill is not None)
+        PipelinedForward(
+            model,
+            self._vllm_config,
+            self._running,
+            prefill_on_device=prefill is not None,
+            cpu_experts=self._cpu_experts().layers_of if self._computes_experts else no_layers,
+        )
         if self.options.trace_file:
             self.device.set_recording(self.options.trace_operations)
         self.reset()
+
+    @property
+    def _computes_experts(self) -> bool:
+        return self.options.experts != "device" and bool(self._running.store.layers)
+
+    def _cpu_experts(self) -> CpuExperts:
+        most_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
+        table = self._plan.cpu_expert_layers if self.options.experts == "auto" and self._plan is not None else None
+        if table is not None:
+            logger.info("moe_lightning: experts on the CPU, by a sweep's tokens: %s", _told(table))
+        return CpuExperts(self._running, self._decoder_layers, self._pool, most_tokens, table)
 
     def _host_attention_paths(self, prefill: DevicePrefill | None) -> dict[str, AttentionPath]:
         """By schedule."""
@@ -298,6 +302,14 @@ class Runtime:
         self.device.close()
         if not self.device.stalled:  # else a task may still be in the pool, which would be waited for
             self._pool.close()
+
+
+def no_layers(num_tokens: int) -> frozenset[int]:
+    return frozenset()
+
+
+def _told(table: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"up to {most}: {layers} layers" for most, layers in table) or "never"
 
 
 def _warn_of_difference(what: str, planned_bytes: int, loaded_bytes: int) -> None:

@@ -17,7 +17,7 @@ from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.configure import options_in_force
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
-from vllm_moe_lightning.integration.experts import register_paged_experts
+from vllm_moe_lightning.integration.experts import experts_stay_unpacked, register_paged_experts
 from vllm_moe_lightning.integration.exposition import log_run, metrics_directory
 from vllm_moe_lightning.integration.figures import SampledTokens, WorkerFigures
 from vllm_moe_lightning.integration.host_memory import (
@@ -70,7 +70,8 @@ class MoELightningWorker(_Base):
         set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with freed_tensors_leave_the_process(), packed_experts_stay_pageable():
+        unpacked = nullcontext() if self._options.experts == "device" else experts_stay_unpacked()
+        with freed_tensors_leave_the_process(), packed_experts_stay_pageable(), unpacked:
             super().load_model(*args, **kwargs)
             self._offloader.post_init()
         set_offloader(None)  # the global would keep the host pages alive after this engine's end

@@ -13,6 +13,8 @@ import torch
 
 from vllm_moe_lightning.device.base import Buffer, Device
 from vllm_moe_lightning.errors import UnsupportedError
+from vllm_moe_lightning.kernels import torch_attention
+from vllm_moe_lightning.kernels.torch_attention import PagedRows
 from vllm_moe_lightning.kv_cache import HostKvCache
 from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows, attention_task
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
@@ -30,9 +32,11 @@ class _Context:
     host_blocks: tuple[int, ...]  # frame position -> block of the host cache
     loaded: tuple[tuple[int, int], ...]
     """[begin, end) of the frame positions that hold context, cut where the host's blocks are not adjacent."""
+    on_gpu: PagedRows | None
+    """`in_frame` for torch's operations, where frames are no memory of the CPU's."""
 
     @classmethod
-    def of(cls, rows: AttentionRows, block_size: int) -> _Context:
+    def of(cls, rows: AttentionRows, block_size: int, device: Device) -> _Context:
         starts, seq_lens = rows.query_start.tolist(), rows.seq_lens.tolist()
         position_of: dict[int, int] = {}
         loaded: set[int] = set()
@@ -51,7 +55,12 @@ class _Context:
         ]
         in_frame = replace(rows, block_table=table, slot_mapping=torch.tensor(slots, dtype=torch.int64))
         host_blocks = tuple(position_of)
-        return cls(rows, in_frame, host_blocks, tuple(_adjacent(sorted(loaded), host_blocks)))
+        on_gpu = None
+        if device.torch_device.type != "cpu":
+            on_gpu = PagedRows.of(
+                table, rows.query_start, rows.seq_lens, in_frame.slot_mapping, block_size, device.to_device
+            )
+        return cls(rows, in_frame, host_blocks, tuple(_adjacent(sorted(loaded), host_blocks)), on_gpu)
 
 
 def _adjacent(positions: Sequence[int], host_blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -86,12 +95,17 @@ class DeviceAttentionPath:
         if not rows:
             return
         cache = self._cache_of(0)
-        self._contexts = [_Context.of(entry, cache.block_size) for entry in rows]
+        self._contexts = [_Context.of(entry, cache.block_size, self._device) for entry in rows]
         needed = max(len(context.host_blocks) for context in self._contexts) * cache.block_bytes
         if not self._frames or self._frames[0].tensor.numel() < needed:
-            for frame in self._frames:
-                self._device.release(frame.name)
+            self.release_frames()
             self._frames = [self._device.allocate(needed, f"kv_frame[{index}]") for index in range(NUM_FRAMES)]
+
+    def release_frames(self) -> None:
+        """Gives their memory back until the next sweep. The caller has waited for all that touches them."""
+        for frame in self._frames:
+            self._device.release(frame.name)
+        self._frames = []
 
     def _frame(self, key: TaskKey) -> Buffer:
         return self._frames[(key.layer * len(self._contexts) + key.index) % NUM_FRAMES]
@@ -136,6 +150,9 @@ class DeviceAttentionPath:
         tokens = request.rows.num_tokens
         names = [self.packed_name(key.index), frame.name]
         with self._device.compute.span(str(key), reads=names, writes=[frame.name, self.output_name(key.index)]):
+            if context.on_gpu is not None:
+                self._attend_on_gpu(request, frame.tensor[:num_bytes], context.on_gpu)
+                return
             attention_task(
                 request.cache.over_copy(frame.tensor[:num_bytes]),
                 context.in_frame,
@@ -145,3 +162,18 @@ class DeviceAttentionPath:
                 value=request.value[:tokens],
                 output=request.output[:tokens],
             ).run()
+
+    @staticmethod
+    def _attend_on_gpu(request: AttentionRequest, frame: torch.Tensor, rows: PagedRows) -> None:
+        """frame: [num_bytes] uint8 of the context's blocks"""
+        cache, options = request.cache, request.options
+        if cache.kind is not None or options.soft_cap or options.sinks is not None:
+            raise UnsupportedError(
+                "schedule s4 attends on the GPU without quantised caches, soft caps or sinks; use cgopipe"
+            )
+        blocks = frame.view(cache.blocks.dtype).view(-1, *cache.blocks.shape[1:])
+        tokens = len(rows.places)
+        torch_attention.append(blocks, request.key[:tokens], request.value[:tokens], rows)
+        request.output[:tokens] = torch_attention.paged_attention(
+            request.query[:tokens], blocks, rows, scale=options.scale, sliding_window=options.sliding_window
+        )

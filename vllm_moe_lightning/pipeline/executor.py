@@ -23,6 +23,7 @@ from vllm_moe_lightning.pipeline.coroutine import (
     yield_to_executor,
 )
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
+from vllm_moe_lightning.pipeline.host_experts import ExpertsRequest, HostExperts
 from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES, Schedule, SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
 from vllm_moe_lightning.policy.policy import Policy
@@ -41,6 +42,8 @@ class MicroBatch(Generic[Result]):
     """None in a dummy run, which has no KV cache."""
     enter: Callable[[], None] = lambda: None
     """Called before each resume (vLLM: sets the forward context)."""
+    num_tokens: int = 0
+    """Needed where the CPU computes experts."""
 
 
 class PipelineExecutor:
@@ -54,8 +57,10 @@ class PipelineExecutor:
         num_layers: int,
         policy: Policy,
         remove_wait: str | None = None,
+        host_experts: HostExperts | None = None,
     ) -> None:
         self.device = device
+        self.host_experts = host_experts
         self.policy = policy
         self.counters = PipelineCounters()
         self.store = store
@@ -78,21 +83,32 @@ class PipelineExecutor:
         self._coroutines: list[MicroBatchCoroutine[Any]] = []
         self._micro_batches: Sequence[MicroBatch[Any]] = []
         self._requests: dict[int, AttentionRequest] = {}
+        self._experts_requests: dict[int, ExpertsRequest] = {}
+        self.cpu_experts: frozenset[int] = frozenset()
+        """Decoder layers whose experts the CPU computes in this sweep."""
         self._last_schedule: str | None = None
         self.in_sweep = False
 
     def _wait_names(self) -> set[str]:
         shape = self.schedule_for(2).shape
         shapes = [replace(shape, num_micro_batches=n, with_attention=a) for n in (1, 2) for a in (True, False)]
+        if shape.streamed:
+            pages = tuple(0 for _ in shape.pages_per_layer)
+            shapes.append(replace(shape, pages_per_layer=pages, cpu_experts=frozenset(shape.streamed)))
         return {name for order in SCHEDULE_NAMES for s in shapes for name in make_schedule(order, s).wait_names()}
 
-    def schedule_for(self, num_micro_batches: int, *, with_attention: bool = True) -> Schedule:
+    def schedule_for(
+        self, num_micro_batches: int, *, with_attention: bool = True, cpu_experts: frozenset[int] = frozenset()
+    ) -> Schedule:
         shape = SweepShape(
             num_layers=self._num_layers,
             num_micro_batches=num_micro_batches,
-            pages_per_layer=self._pages_per_layer,
+            pages_per_layer=tuple(
+                0 if layer in cpu_experts else pages for layer, pages in enumerate(self._pages_per_layer)
+            ),
             lookahead=self.policy.lookahead,
             with_attention=with_attention,
+            cpu_experts=cpu_experts,
         )
         return make_schedule(self.policy.schedule, shape)
 
@@ -101,8 +117,16 @@ class PipelineExecutor:
         streamed = min(self.store.layers, default=None)
         return 0 if streamed is None else self.store.num_pages(streamed)
 
-    def run_sweep(self, micro_batches: Sequence[MicroBatch[Result]], *, is_dummy: bool = False) -> list[Result]:
+    def run_sweep(
+        self,
+        micro_batches: Sequence[MicroBatch[Result]],
+        *,
+        is_dummy: bool = False,
+        cpu_experts: frozenset[int] = frozenset(),
+    ) -> list[Result]:
         """One pass of all micro-batches over all layers. Returns their results in order. A dummy run has no KV cache.
+
+        cpu_experts: streamed decoder layers whose experts the CPU computes this time.
 
         An exception unwinds every micro-batch, drains the streams and leaves the executor fit for the next sweep;
         but not DeviceStalledError, after which there is none.
@@ -110,19 +134,23 @@ class PipelineExecutor:
         if self.device.stalled:
             raise DeviceStalledError("the device has stalled before, so no sweep can run on it; start the engine anew")
         with_attention = not (is_dummy or self.policy.attention_on_device)
-        schedule = self.schedule_for(len(micro_batches), with_attention=with_attention)
+        schedule = self.schedule_for(len(micro_batches), with_attention=with_attention, cpu_experts=cpu_experts)
         path = self._attention_path(schedule.name)
         started_s = time.monotonic()
         self._micro_batches = micro_batches
         self._coroutines = [MicroBatchCoroutine(index, batch.body) for index, batch in enumerate(micro_batches)]
-        self.in_sweep = True
+        self.in_sweep, self.cpu_experts = True, cpu_experts
         try:
+            if cpu_experts:
+                assert self.host_experts is not None, "experts on the CPU, for which nothing was prepared"
+                self.host_experts.begin_sweep([batch.num_tokens for batch in micro_batches])
             if self._last_schedule not in (None, schedule.name):
                 self.device.synchronize()  # a schedule's waits order it after its own earlier sweeps, not another's
             self._last_schedule = schedule.name
             path.begin_sweep([batch.rows for batch in micro_batches if batch.rows is not None])
             self._bring_up_first_layer(schedule)
-            for task in schedule.launch_order:
+            device = self.device
+            for task in schedule.launch_order if device.computes_on_launching_thread else schedule.tasks:
                 self._launch(task, path)
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:
@@ -133,14 +161,15 @@ class PipelineExecutor:
             raise
         finally:
             self.in_sweep = False
-            self._coroutines, self._micro_batches, self._requests = [], [], {}
+            self.cpu_experts = frozenset()
+            self._coroutines, self._micro_batches, self._requests, self._experts_requests = [], [], {}, {}
             self.counters.end_sweep(started_s, time.monotonic(), len(micro_batches), is_dummy=is_dummy)
 
     def _bring_up_first_layer(self, schedule: Schedule) -> None:
         """At the start, after an abort, or when the schedule was changed: agree with it about the first layer."""
         streamed = schedule.shape.streamed
         expected = 1 if schedule.prefetches_first_layer and streamed else 0
-        if self.ring.num_prefetched == expected:
+        if self.ring.prefetched_layers == streamed[:expected]:
             return
         self.ring.drop_prefetched()
         self.device.h2d.wait_event(self.device.compute.record_event())
@@ -155,10 +184,10 @@ class PipelineExecutor:
         for awaited in task.after:
             name = wait_name(key, awaited)
             if name != self._remove_wait:
-                before_s = time.monotonic()
+                before_s = stream.wait_s
                 stream.wait_event(self._events[awaited])
-                if task.resource is Resource.GPU:  # on the emulated device the launching thread waits itself
-                    self.counters.wait_s[name] += time.monotonic() - before_s
+                if stream.wait_s > before_s:  # the launching thread itself was held up
+                    self.counters.wait_s[name] += stream.wait_s - before_s
         match key.name:
             case TaskName.SWEEP_START:
                 pass
@@ -166,8 +195,13 @@ class PipelineExecutor:
                 self._pre_attention(key, path)
             case TaskName.POST_ATTENTION:
                 self._post_attention(key, path)
+            case TaskName.POST_EXPERTS:
+                self._post_experts(key)
             case TaskName.WEIGHT_PAGE:
                 self.ring.launch_page(key.layer, key.index)
+            case TaskName.EXPERTS_OFFLOAD | TaskName.EXPERTS | TaskName.EXPERTS_LOAD:
+                assert self.host_experts is not None
+                self.host_experts.launch(key, self._experts_requests[key.index])
             case _:
                 path.launch(key, self._requests.get(key.index))
         self._events[key] = stream.record_event()
@@ -184,15 +218,31 @@ class PipelineExecutor:
 
     def _post_attention(self, key: TaskKey, path: AttentionPath) -> None:
         reads = [path.output_name(key.index)] if self._requests else []
-        if self.store.num_pages(key.layer):
+        on_cpu = key.layer in self.cpu_experts
+        if self.store.num_pages(key.layer) and not on_cpu:
             if key.index == 0:
                 self.ring.bind(key.layer)
             reads.append(self.ring.slot_name(key.layer))
-        with self.device.compute.span(str(key), reads=reads, writes=()):
+        writes = [HostExperts.packed_name(key.index), HostExperts.output_name(key.index)] if on_cpu else []
+        with self.device.compute.span(str(key), reads=reads, writes=writes):
             if not self._requests and key.layer == 0:
                 self._resume(key, LayerEntry)
-            last = key.layer == self._num_layers - 1
-            self._resume(key, type(None) if last else LayerEntry)
+            if not on_cpu:
+                self._resume(key, self._end_of(key.layer))
+                return
+            request = self._resume(key, ExpertsRequest)
+            assert isinstance(request, ExpertsRequest)
+            assert self.host_experts is not None
+            self._experts_requests[key.index] = request
+            self.host_experts.pack(key.index, request)
+
+    def _post_experts(self, key: TaskKey) -> None:
+        with self.device.compute.span(str(key), reads=[HostExperts.output_name(key.index)], writes=()):
+            self._resume(key, self._end_of(key.layer))
+
+    def _end_of(self, layer: int) -> type:
+        """What a micro-batch yields after a decoder layer."""
+        return type(None) if layer == self._num_layers - 1 else LayerEntry
 
     def _resume(self, key: TaskKey, expected: type) -> object:
         """Run the micro-batch to its next yield, which must be of the expected kind."""
@@ -201,7 +251,7 @@ class PipelineExecutor:
         if not isinstance(yielded, expected):
             raise MoeLightningError(
                 f"{key}: the model yielded {type(yielded).__name__} where {expected.__name__} was due; its decoder "
-                "layers do not have exactly one attention each"
+                "layers do not have exactly one attention each, or not one block of experts where the CPU computes them"
             )
         return yielded
 

@@ -99,7 +99,6 @@ class HostAttention:
         parts = [tensor[:tokens].reshape(tokens, -1) for tensor in (request.key, request.value)]
         torch.cat(parts, dim=1, out=keys_values)
         if self._device.poison:
-            self._output(index, request).view(torch.uint8).fill_(0xFF)
             request.output.fill_(float("nan"))
         prompts = request.rows.on_device
         if prompts is not None:
@@ -127,6 +126,8 @@ class HostAttention:
 
     def attend(self, index: int, request: AttentionRequest, label: str) -> None:
         """Append K and V to the host cache, then attend into the host output staging."""
+        if self._device.poison:  # on the stream: the launching thread may be far ahead of the load before
+            self._device.cpu.fill(self._output(index, request), 0xFF, writes=[f"out_host[{index}]"])
         self._submit(index, request, label, [f"kv[{request.cache.name}]", f"out_host[{index}]"], attend=True)
 
     def append(self, index: int, request: AttentionRequest, label: str, cache_name: str) -> None:

@@ -30,10 +30,14 @@ class SweepShape:
     lookahead: int = 2
     with_attention: bool = True
     """False for dummy runs, which have no KV cache: a layer is then one GPU task."""
+    cpu_experts: frozenset[int] = frozenset()
+    """Decoder layers whose experts the CPU computes, from the host pages: they have no pages to stream."""
 
     def __post_init__(self) -> None:
         if len(self.pages_per_layer) != self.num_layers:
             raise ValueError(f"{len(self.pages_per_layer)} page counts for {self.num_layers} layers")
+        if any(self.pages_per_layer[layer] for layer in self.cpu_experts):
+            raise ValueError(f"layers whose experts the CPU computes are not streamed, got {self}")
         if self.num_micro_batches < 1 or self.lookahead < 1:
             raise ValueError(f"need at least one micro-batch and a look-ahead of 1, got {self}")
 
@@ -143,7 +147,18 @@ class _Sweep:
         pages = self.shape.pages_per_layer[layer]
         if pages and index == 0:  # later micro-batches follow on the same stream
             after.append(_key(TaskName.WEIGHT_PAGE, layer, pages - 1))
-        self.emit(Resource.GPU, _key(TaskName.POST_ATTENTION, layer, index), *after)
+        post = _key(TaskName.POST_ATTENTION, layer, index)
+        self.emit(Resource.GPU, post, *after)
+        if layer in self.shape.cpu_experts:
+            self.experts_on_cpu(layer, index, post)
+
+    def experts_on_cpu(self, layer: int, index: int, routed: TaskKey) -> None:
+        names = (TaskName.EXPERTS_OFFLOAD, TaskName.EXPERTS, TaskName.EXPERTS_LOAD, TaskName.POST_EXPERTS)
+        offload, experts, load, post = (_key(name, layer, index) for name in names)
+        self.emit(Resource.D2H, offload, routed)
+        self.emit(Resource.CPU, experts, offload)
+        self.emit(Resource.H2D, load, experts)
+        self.emit(Resource.GPU, post, load)
 
     def page(self, layer: int, page: int, ordinal: int) -> None:
         """Page of a streamed layer. The first waits until the layer two before it in the ring has been used."""

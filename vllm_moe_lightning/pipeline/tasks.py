@@ -26,6 +26,10 @@ class TaskName(StrEnum):
     ATTENTION = "attention"
     HIDDEN_LOAD = "hidden_load"  # the attention output comes back to the device
     POST_ATTENTION = "post_attention"  # output projection, norm, router, MoE (after the last layer: final norm too)
+    EXPERTS_OFFLOAD = "experts_offload"  # hidden states and routing, where the CPU computes a layer's experts
+    EXPERTS = "experts"
+    EXPERTS_LOAD = "experts_load"
+    POST_EXPERTS = "post_experts"  # what follows the experts; post_attention then ends with the router
     WEIGHT_PAGE = "weight_page"
     KV_LOAD = "kv_load"  # S4 only: the micro-batch's context comes to the device
     DEVICE_ATTENTION = "device_attention"  # S4 only

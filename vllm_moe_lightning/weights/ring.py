@@ -28,6 +28,12 @@ class WeightRing:
         """Layers that are on their way or there, and not yet bound."""
         return self._num_loads - self._num_uses
 
+    @property
+    def prefetched_layers(self) -> tuple[int, ...]:
+        """Those, in the order of their use."""
+        slots = (index % self._store.num_slots for index in range(self._num_uses, self._num_loads))
+        return tuple(layer for slot in slots if (layer := self._layer_in_slot[slot]) is not None)
+
     def launch_page(self, layer: int, page: int) -> None:
         """Put the copy of one page on the h2d stream. Page 0 claims the next slot."""
         streamed = self._store.layers[layer]
