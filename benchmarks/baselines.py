@@ -43,7 +43,7 @@ PACKAGES_FOLDER = ROOT / "build" / "baselines"
 PROMPT_LEN, GEN_LEN = 77, 32
 EQUAL_LENGTHS = PaperWorkload("equal lengths", PROMPT_LEN, PROMPT_LEN, GEN_LEN)
 BATCHES = (1, 64)
-OURS, STOCK = "ours", "vLLM"
+OURS, OURS_AUTO, STOCK = "ours", "ours with experts auto", "vLLM"
 DEVICE_MEMORY_MIB = 100.0  # of 151 MB of experts and 13 MB of other weights
 QUICK_CHECKPOINT = CheckpointShape(num_layers=4, hidden=256, intermediate=512, num_heads=4)
 QUICK_DEVICE_MEMORY_MIB = 24.0
@@ -90,6 +90,7 @@ class Arms:
             "expected_generation_tokens": GEN_LEN,
             "schedule": "cgopipe",
             "device_memory_mib": self._budget,
+            "experts": "auto" if name == OURS_AUTO else "device",
         }
         return ArmEngine(self._folder, EngineSettings(args, options))
 
@@ -164,7 +165,7 @@ def _row(
     row: dict[str, Any] = {
         "batch_size": batch,
         "arm": name,
-        "device": "emulated" if name == OURS else "cpu",
+        "device": "emulated" if name in (OURS, OURS_AUTO) else "cpu",
         "prompt_len": PROMPT_LEN,
         "gen_len": GEN_LEN,
         "tokens_per_s": rates["median"],
@@ -216,10 +217,10 @@ def main(
     quick: Annotated[bool, typer.Option(help="A smaller model: shows that it runs.")] = False,
 ) -> None:
     """Measure all arms in turns, print a table, write JSON."""
-    names = [OURS, STOCK, *PACKAGES] if arms is None else arms.split(",")
-    unknown = sorted(set(names) - {OURS, STOCK, *PACKAGES})
-    if unknown:
-        raise typer.BadParameter(f"--arms {unknown}; there are {', '.join([OURS, STOCK, *PACKAGES])}")
+    known = [OURS, OURS_AUTO, STOCK, *PACKAGES]
+    names = known if arms is None else arms.split(",")
+    if unknown := sorted(set(names) - set(known)):
+        raise typer.BadParameter(f"--arms {unknown}; there are {', '.join(known)}")
     shape = QUICK_CHECKPOINT if quick else CheckpointShape()
     console = Console(width=max(Console().width, 130))
     head = describe()

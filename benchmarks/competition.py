@@ -15,13 +15,12 @@ from typing import Any, Self
 from rich.console import Console
 
 from benchmarks.arm_engine import ArmEngine, ArmRun, ArmStarted, EngineSettings
-from benchmarks.job_engine import Started
-from benchmarks.job_rows import planned_limits, policy_of
 from benchmarks.round_figures import ratios, spread
 from benchmarks.stock_offload import StockSetting
 from benchmarks.throughput_arms import OURS, Arm, Field, best_settings, check_run
 from benchmarks.workloads import PaperWorkload, PromptSet, make_prompts
-from vllm_moe_lightning.job_prediction import Job, predict_job
+from vllm_moe_lightning.job_prediction import Job
+from vllm_moe_lightning.planned_job import predict_planned_job
 
 WARM_REQUESTS, WARM_TOKENS = 4, 2
 SEARCH_SEED = 1_000_003  # other prompts than any round's
@@ -137,19 +136,7 @@ def modelled_tokens_per_s(started: ArmStarted, job: Job) -> float | None:
     length. None where nothing was planned."""
     if started.plan is None or started.spec is None or started.machine is None:
         return None
-    known = started.conditions
-    planned = Started(
-        plan=started.plan,
-        spec=started.spec,
-        machine=started.machine,
-        max_num_seqs=known["max_num_seqs"],
-        max_num_batched_tokens=known["max_num_batched_tokens"],
-        num_micro_batches=known["num_micro_batches"],
-        num_resident_layers=known["num_resident_layers"],
-    )
-    policy = policy_of(planned, planned.max_num_seqs)
-    prediction = predict_job(planned.spec, planned.machine, policy, job, planned_limits(planned))
-    return job.num_generated / prediction.time_s
+    return predict_planned_job(started.plan, started.spec, started.machine, job).generated_tokens_per_s
 
 
 def rows_of(competition: Competition) -> list[dict[str, Any]]:

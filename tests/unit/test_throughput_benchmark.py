@@ -160,7 +160,8 @@ def test_a_run_replaces_its_workloads_rows_in_the_file_and_keeps_the_others(tmp_
     file = tmp_path / "throughput.json"
     file.write_text(json.dumps(result("a", "b", rate=1.0)))
     both = merged(file, result("b", "c", rate=2.0))
-    assert [(entry["workload"], entry["tokens_per_s"]) for entry in both["rows"]] == [
+    rates = [(entry["workload"], entry["tokens_per_s"]) for entry in both["rows"]]
+    assert rates == [
         ("a", 1.0),
         ("b", 2.0),
         ("c", 2.0),
