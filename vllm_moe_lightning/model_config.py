@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.model_spec import AttentionSpec, MoeModelSpec, WeightWidths
+from vllm_moe_lightning.weight_quantisation import attention_projection, expert_projection, leaves_out
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "auto": 2}
 
@@ -254,7 +255,8 @@ def _widths(config: _Config) -> WeightWidths:
         raise UnsupportedError(
             f"{config.where}: quantisation {method!r} is not known to the planner; plan with the plain checkpoint"
         )
-    return WeightWidths(width, width, plain, plain)
+    are_plain = [leaves_out(raw, name) for name in (expert_projection(config.raw), attention_projection(config.raw))]
+    return WeightWidths(*(plain if is_plain else width for is_plain in are_plain), plain, plain)
 
 
 def spec_from_config(raw: Mapping[str, Any], name: str) -> MoeModelSpec:

@@ -26,16 +26,20 @@ FP8_MAX, INT8_MAX = 448.0, 127.0
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of eight outputs each nibble of a word holds, lowest first
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _EXPERTS = re.compile(r".*\.(w1|w2|w3)\.weight")
+_ATTENTION = re.compile(r".*\.(q_proj|k_proj|v_proj|o_proj)\.weight")
 _EXPERTS_AND_ATTENTION = re.compile(r".*\.(w1|w2|w3|q_proj|k_proj|v_proj|o_proj)\.weight")
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
-def write_quantised_checkpoint(folder: Path, form: str, *, num_layers: int = 2, **overrides: Any) -> Path:
+def write_quantised_checkpoint(
+    folder: Path, form: str, *, num_layers: int = 3, plain_experts: bool = False, **overrides: Any
+) -> Path:
     """`form`: a key of FORMATS. Experts are quantised, and attention projections where the CPU build has a kernel for
-    them; router, embedding and head are not."""
+    them; router, embedding and head are not. `plain_experts`: the projections alone are
+    (compressed-tensors only)."""
     quantise, config_of = FORMATS[form]
-    quantised = _EXPERTS if form in EXPERTS_ONLY else _EXPERTS_AND_ATTENTION
+    quantised = _ATTENTION if plain_experts else _EXPERTS if form in EXPERTS_ONLY else _EXPERTS_AND_ATTENTION
     sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "head_dim": 64}
     write_checkpoint(folder, "mixtral", num_layers=num_layers, dtype=torch.bfloat16, **{**sizes, **overrides})
     tensors: dict[str, torch.Tensor] = {}
@@ -52,6 +56,8 @@ def write_quantised_checkpoint(folder: Path, form: str, *, num_layers: int = 2, 
     if form == "fp8_block":
         names = [f"model.layers.{n}.self_attn.{part}_proj" for n in range(num_layers) for part in "qkvo"]
         config["quantization_config"]["modules_to_not_convert"] = names
+    if plain_experts:
+        config["quantization_config"]["ignore"].append("re:.*experts.*")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
 
