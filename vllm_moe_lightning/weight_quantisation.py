@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
 from vllm_moe_lightning.checkpoint_layers import LAYOUTS
 
 FP8_BLOCK = [128, 128]  # the block that vLLM's CPU kernel is written for
+_PACKED, _SCALED = ("qweight", "qzeros", "scales"), ("weight", "weight_scale")
 
 
 class ExpertScheme(Enum):
@@ -25,11 +26,10 @@ class ExpertScheme(Enum):
     INT8 = auto()
     INT4 = auto()
     MXFP4 = auto()
-    FP8_UNBLOCKED = auto()
-    """With a scale per tensor or per output channel."""
-    REORDERED_INT4 = auto()
-    """GPTQ with act-order."""
     OTHER = auto()
+    """None that the CPU build has a kernel for: fp8 without blocks, act-order, weight-only int8 and the like."""
+    UNKNOWN = auto()
+    """A method that may stand for any of these."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,16 @@ def format_of(raw: Mapping[str, Any]) -> ExpertFormat:
         return _compressed_tensors(raw)
     if method in ("mxfp4", "gpt_oss_mxfp4"):
         return ExpertFormat("mxfp4", ExpertScheme.MXFP4)
-    if method in ("awq", "awq_marlin", "auto_awq") and _bits(raw) == 4:
-        return _int4("AWQ int4", ("qweight", "qzeros", "scales"), raw.get("group_size"))
-    if method in ("gptq", "gptq_marlin", "auto_gptq") and _bits(raw) == 4:
-        if raw.get("desc_act"):
-            return ExpertFormat("GPTQ int4 with desc_act", ExpertScheme.REORDERED_INT4)
-        return _int4("GPTQ int4", ("qweight", "qzeros", "scales"), raw.get("group_size"))
-    return ExpertFormat(method or "an unnamed quantisation", ExpertScheme.OTHER)
+    if method in ("awq", "awq_marlin", "auto_awq"):
+        parts = _PACKED if raw.get("zero_point", True) else ("qweight", "scales")
+        return _integers("AWQ", raw.get("bits", raw.get("w_bit")), parts, raw.get("group_size"))
+    if method in ("gptq", "gptq_marlin", "auto_gptq"):
+        form = _integers("GPTQ", raw.get("bits"), _PACKED, raw.get("group_size"))
+        is_reordered = bool(raw.get("desc_act"))
+        return replace(form, name=f"{form.name} with desc_act", scheme=ExpertScheme.OTHER) if is_reordered else form
+    if method == "modelopt":
+        return ExpertFormat(f"modelopt {raw.get('quant_algo', '')}".rstrip(), ExpertScheme.OTHER)
+    return ExpertFormat(method or "an unnamed quantisation", ExpertScheme.UNKNOWN)
 
 
 def leaves_out(raw: Mapping[str, Any], name: str) -> bool:
@@ -115,7 +118,7 @@ def cpu_build_bytes(form: ExpertFormat | None) -> float | None:
 def _fp8(raw: Mapping[str, Any]) -> ExpertFormat:
     block = raw.get("weight_block_size")
     if block is None:
-        return ExpertFormat("fp8 with a scale per tensor", ExpertScheme.FP8_UNBLOCKED, ("weight", "weight_scale"))
+        return ExpertFormat("fp8 with a scale per tensor", ExpertScheme.OTHER, _SCALED)
     scheme = ExpertScheme.FP8_BLOCK if list(block) == FP8_BLOCK else ExpertScheme.OTHER
     return ExpertFormat(f"fp8 in blocks of {block[0]} x {block[1]}", scheme, ("weight", "weight_scale_inv"))
 
@@ -123,25 +126,22 @@ def _fp8(raw: Mapping[str, Any]) -> ExpertFormat:
 def _compressed_tensors(raw: Mapping[str, Any]) -> ExpertFormat:
     groups = list((raw.get("config_groups") or {}).values())
     if len(groups) != 1:
-        return ExpertFormat("compressed-tensors of several kinds", ExpertScheme.OTHER)
+        return ExpertFormat("compressed-tensors of several kinds", ExpertScheme.UNKNOWN)
     weights, activations = (groups[0].get(part) or {} for part in ("weights", "input_activations"))
     kind, bits, strategy = weights.get("type"), weights.get("num_bits"), weights.get("strategy")
-    scaled = ("weight", "weight_scale")
-    if (kind, bits, strategy) == ("int", 8, "channel") and activations.get("num_bits") == 8:
-        return ExpertFormat("compressed-tensors int8", ExpertScheme.INT8, scaled)
     if (kind, bits) == ("int", 4) and not activations:
-        return _int4("compressed-tensors int4", ("weight_packed", "weight_scale"), weights.get("group_size"))
+        return _integers("compressed-tensors", 4, ("weight_packed", "weight_scale"), weights.get("group_size"))
+    if (kind, bits, strategy) == ("int", 8, "channel") and activations.get("dynamic"):
+        return ExpertFormat("compressed-tensors int8", ExpertScheme.INT8, _SCALED)
+    name = f"compressed-tensors {'fp' if kind == 'float' else kind}{bits}"
     if (kind, bits) == ("float", 8):
-        if strategy == "block" and list(weights.get("block_structure") or ()) == FP8_BLOCK:
-            return ExpertFormat("compressed-tensors fp8 in blocks of 128 x 128", ExpertScheme.FP8_BLOCK, scaled)
-        return ExpertFormat(f"compressed-tensors fp8 with a scale per {strategy}", ExpertScheme.FP8_UNBLOCKED, scaled)
-    return ExpertFormat(f"compressed-tensors {kind}{bits} ({raw.get('format')})", ExpertScheme.OTHER)
+        is_known = strategy == "block" and list(weights.get("block_structure") or ()) == FP8_BLOCK
+        scheme = ExpertScheme.FP8_BLOCK if is_known else ExpertScheme.OTHER
+        return ExpertFormat(f"{name} with a scale per {strategy}", scheme, _SCALED)
+    return ExpertFormat(f"{name} of format {raw.get('format')}", ExpertScheme.OTHER)
 
 
-def _int4(name: str, tensors: tuple[str, ...], group_size: object) -> ExpertFormat:
+def _integers(family: str, bits: object, tensors: tuple[str, ...], group_size: object) -> ExpertFormat:
     size = group_size if isinstance(group_size, int) and group_size > 0 else 0
-    return ExpertFormat(name, ExpertScheme.INT4, tensors, size)
-
-
-def _bits(raw: Mapping[str, Any]) -> object:
-    return raw.get("bits", raw.get("w_bit"))
+    scheme = ExpertScheme.INT4 if bits == 4 else ExpertScheme.OTHER
+    return ExpertFormat(f"{family} int{bits}", scheme, tensors, size)

@@ -47,7 +47,8 @@ def run_paged(
 
 
 def run_stock(model: Path, jobs: Sequence[Job], *, open_gate: bool = False, **more: Any) -> EngineResult:
-    """Without the plugin, but with the calls of tests/helpers/engine_call.py. `open_gate`: see tests/helpers/amx_gate."""
+    """Without the plugin, but with the calls of tests/helpers/engine_call.py. `open_gate`: see
+    tests/helpers/amx_gate.py."""
     is_dbrx = json.loads((model / "config.json").read_text())["model_type"] == "dbrx"
     names = ["vllm_moe_lightning.integration.dbrx:apply"] if is_dbrx else []  # stock vLLM cannot load it
     names += [amx_gate.OPEN] if open_gate else []

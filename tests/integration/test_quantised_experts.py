@@ -161,9 +161,7 @@ def test_model_runner_v2_gives_the_same_tokens(model):
     prompts, sampling = standard_prompts(2, max_tokens=70), {"max_tokens": 3, "logprobs": None}
     stock = run_stock(model("int8"), [Job(prompts, sampling)], runner="v2", engine_args=BFLOAT16, open_gate=True)
     jobs = [Job(prompts, sampling, before=reconfigured(num_micro_batches=2))]
-    result = run_paged(
-        model("int8"), jobs, runner="v2", debug=RACE_SWITCHES, engine_args=BFLOAT16, preload=[OPEN]
-    )
+    result = run_paged(model("int8"), jobs, runner="v2", debug=RACE_SWITCHES, engine_args=BFLOAT16, preload=[OPEN])
     assert result.token_ids == stock.token_ids
     assert_pages_are_exact(result.jobs[0], model("int8"), layer_bytes=[EXPERT_BYTES["int8"]] * NUM_LAYERS)
 

@@ -219,13 +219,13 @@ def test_experts_of_an_unknown_architecture_must_be_alike(tmp_path: Path) -> Non
 
 
 def test_packed_weights_are_not_judged_by_name(tmp_path: Path) -> None:
-    config = {**QWEN, "quantization_config": {"quant_method": "gptq"}}
+    config = {**QWEN, "quantization_config": {"quant_method": "quark"}}
     check_checkpoint(write(tmp_path, {"model.layers.0.mlp.experts.0.gate_proj.qweight": (2, 2)}), config)
 
 
 def test_experts_of_which_some_are_quantised_are_refused_by_name(tmp_path: Path) -> None:
     """B10."""
-    config = {**QWEN, "quantization_config": {"quant_method": "gptq"}}
+    config = {**QWEN, "quantization_config": {"quant_method": "quark"}}
     packed = [f"model.layers.0.mlp.experts.{expert}.up_proj.qweight" for expert in range(3)]
     shapes = dict.fromkeys(packed, (2, 2))
     check_checkpoint(write(tmp_path, shapes), config)
@@ -242,7 +242,7 @@ INT8 = {
     "config_groups": {
         "group_0": {
             "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
-            "input_activations": {"num_bits": 8},
+            "input_activations": {"num_bits": 8, "dynamic": True},
         }
     },
 }

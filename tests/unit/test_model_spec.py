@@ -113,7 +113,10 @@ def test_widths_follow_the_quantisation_and_count_scales() -> None:
 
 def test_parts_that_a_quantisation_leaves_out_are_as_wide_as_the_model() -> None:
     method = {"quant_method": "awq", "bits": 4, "group_size": 128}
-    for entry, plain, quantised in (("self_attn", "linear_bytes", "expert_bytes"), ("experts", "expert_bytes", "linear_bytes")):
+    for entry, plain, quantised in (
+        ("self_attn", "linear_bytes", "expert_bytes"),
+        ("experts", "expert_bytes", "linear_bytes"),
+    ):
         config = raw("mixtral-8x7b") | {"quantization_config": method | {"modules_to_not_convert": [entry]}}
         widths = spec_from_config(config, "m").widths
         assert getattr(widths, plain) == 2

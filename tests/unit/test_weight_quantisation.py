@@ -20,7 +20,9 @@ MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_hidden_layers": 4}
 def compressed(bits: int, kind: str, strategy: str, activations: bool, **more: Any) -> dict[str, Any]:
     group = {
         "weights": {"num_bits": bits, "type": kind, "strategy": strategy, **more},
-        "input_activations": {"num_bits": 8, "type": kind, "strategy": "token"} if activations else None,
+        "input_activations": {"num_bits": 8, "type": kind, "strategy": "token", "dynamic": True}
+        if activations
+        else None,
     }
     return {"quant_method": "compressed-tensors", "format": "f", "config_groups": {"group_0": group}}
 
@@ -28,7 +30,7 @@ def compressed(bits: int, kind: str, strategy: str, activations: bool, **more: A
 @pytest.mark.parametrize(
     ("raw", "scheme", "name"),
     [
-        ({"quant_method": "fp8"}, ExpertScheme.FP8_UNBLOCKED, "fp8 with a scale per tensor"),
+        ({"quant_method": "fp8"}, ExpertScheme.OTHER, "fp8 with a scale per tensor"),
         (
             {"quant_method": "fp8", "weight_block_size": [128, 128]},
             ExpertScheme.FP8_BLOCK,
@@ -38,31 +40,34 @@ def compressed(bits: int, kind: str, strategy: str, activations: bool, **more: A
         ({"quant_method": "gptq", "bits": 4, "desc_act": False}, ExpertScheme.INT4, "GPTQ int4"),
         (
             {"quant_method": "gptq", "bits": 4, "desc_act": True},
-            ExpertScheme.REORDERED_INT4,
+            ExpertScheme.OTHER,
             "GPTQ int4 with desc_act",
         ),
-        ({"quant_method": "gptq", "bits": 8}, ExpertScheme.OTHER, "gptq"),
+        ({"quant_method": "gptq", "bits": 8}, ExpertScheme.OTHER, "GPTQ int8"),
         ({"quant_method": "awq", "bits": 4}, ExpertScheme.INT4, "AWQ int4"),
         ({"quant_method": "mxfp4"}, ExpertScheme.MXFP4, "mxfp4"),
-        ({"quant_method": "quark"}, ExpertScheme.OTHER, "quark"),
+        ({"quant_method": "quark"}, ExpertScheme.UNKNOWN, "quark"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ExpertScheme.OTHER, "modelopt NVFP4"),
         (compressed(8, "int", "channel", True), ExpertScheme.INT8, "compressed-tensors int8"),
+        (compressed(8, "int", "channel", False), ExpertScheme.OTHER, "compressed-tensors int8 of format f"),
+        (compressed(4, "int", "group", True), ExpertScheme.OTHER, "compressed-tensors int4 of format f"),
         (compressed(4, "int", "group", False, group_size=32), ExpertScheme.INT4, "compressed-tensors int4"),
         (
             compressed(8, "float", "channel", True),
-            ExpertScheme.FP8_UNBLOCKED,
+            ExpertScheme.OTHER,
             "compressed-tensors fp8 with a scale per channel",
         ),
         (
             compressed(8, "float", "block", True, block_structure=[128, 128]),
             ExpertScheme.FP8_BLOCK,
-            "compressed-tensors fp8 in blocks of 128 x 128",
+            "compressed-tensors fp8 with a scale per block",
         ),
         (
             {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}, "group_1": {}}},
-            ExpertScheme.OTHER,
+            ExpertScheme.UNKNOWN,
             "compressed-tensors of several kinds",
         ),
-        (compressed(4, "float", "group", False), ExpertScheme.OTHER, "compressed-tensors float4 (f)"),
+        (compressed(4, "float", "group", False), ExpertScheme.OTHER, "compressed-tensors fp4 of format f"),
     ],
 )
 def test_formats_are_told_apart_and_named(raw: dict[str, Any], scheme: ExpertScheme, name: str) -> None:

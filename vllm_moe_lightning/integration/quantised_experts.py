@@ -23,7 +23,7 @@ def refuse_experts_without_kernel(model_config: Any) -> None:
     if not current_platform.is_cpu():
         return
     form = expert_format(model_config.hf_config.to_dict())
-    if form is None or form.scheme is ExpertScheme.OTHER:
+    if form is None or form.scheme is ExpertScheme.UNKNOWN:
         return
     if missing := _missing(form, model_config.dtype):
         raise UnsupportedError(f"moe_lightning: the experts of {model_config.model} are {form.name}; {missing}")
