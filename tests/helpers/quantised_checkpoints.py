@@ -18,7 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.checkpoints import write_checkpoint
 
-HIDDEN, INTERMEDIATE = 256, 128  # fp8 blocks are 128 wide; the 4-bit kernels ask for multiples of 64 and 32
+NUM_EXPERTS, HIDDEN, INTERMEDIATE = (
+    8,
+    256,
+    128,
+)  # fp8 blocks are 128 wide; the 4-bit kernels ask for multiples of 64 and 32
 GROUP = 64  # inputs that share a scale, in the 4-bit formats
 FP8_BLOCK = 128
 MXFP4_GROUP = 32
@@ -40,8 +44,10 @@ def write_quantised_checkpoint(
     (compressed-tensors only)."""
     quantise, config_of = FORMATS[form]
     quantised = _ATTENTION if plain_experts else _EXPERTS if form in EXPERTS_ONLY else _EXPERTS_AND_ATTENTION
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "head_dim": 64}
-    write_checkpoint(folder, "mixtral", num_layers=num_layers, dtype=torch.bfloat16, **{**sizes, **overrides})
+    sizes = {"num_local_experts": NUM_EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
+    write_checkpoint(
+        folder, "mixtral", num_layers=num_layers, dtype=torch.bfloat16, **{**sizes, "head_dim": 64, **overrides}
+    )
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if quantised.fullmatch(name):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantised experts on vLLM's own kernels, paged: stock vLLM's answers where the CPU build can run them, else a refusal.
+"""Quantised experts on vLLM's own kernels, paged: stock vLLM's answers where it has a kernel, a refusal where not.
 
 vLLM 0.32 offers these kernels on CPUs with AMX only, though they compute the same without it: tests/helpers/amx_gate.py
 opens that gate for both engines. What a user sees on a machine without AMX is the refusal.
@@ -15,25 +15,31 @@ from tests.helpers.amx_gate import OPEN, SHUT
 from tests.helpers.engine import EngineFailedError, Job
 from tests.helpers.paging import assert_micro_batches, assert_pages_are_exact, reconfigured, run_paged, run_stock
 from tests.helpers.prompts import standard_prompts
-from tests.helpers.quantised_checkpoints import FORMATS, write_quantised_checkpoint
+from tests.helpers.quantised_checkpoints import (
+    FORMATS,
+    GROUP,
+    HIDDEN,
+    INTERMEDIATE,
+    NUM_EXPERTS,
+    write_quantised_checkpoint,
+)
 from tests.helpers.start_probes import findings, probe
 from vllm_moe_lightning.model_config import spec_from_config
 from vllm_moe_lightning.weight_quantisation import cpu_build_bytes, expert_format
 
 pytestmark = pytest.mark.integration
 
-# Experts, weights of 2 x intermediate x hidden and hidden x intermediate in each. Beside them is paged what is at least
-# a 64th of the layer: of int8 no scales but a 32-bit sum per row, of int4 a float32 scale and a sum per output and
-# group, and zero points of the first matrix alone.
-E, I, H, GROUP = 8, 128, 256, 64
-INT4_BYTES = E * (3 * I * H // 2 + 3 * I * H // GROUP * 8 + 2 * I * H // GROUP)
+# What is paged: the weights, and beside them what is at least a 64th of the layer. Of fp8 and int8 no scales, but a
+# 32-bit sum for each row of int8; of int4 a float32 scale and a sum for each group, and the first matrix's zero points.
+_IN_MATRICES = 3 * INTERMEDIATE * HIDDEN
+_INT4_BYTES = NUM_EXPERTS * (_IN_MATRICES // 2 + _IN_MATRICES // GROUP * 8 + 2 * INTERMEDIATE * HIDDEN // GROUP)
 EXPERT_BYTES = {
-    "fp8_block": E * 3 * I * H,
-    "int8": E * (2 * I * (H + 4) + H * (I + 4)),
-    "int4": INT4_BYTES,
-    "gptq": INT4_BYTES,
-    "awq": INT4_BYTES,
-    "mxfp4": E * 3 * I * H * 17 // 32,  # a scale byte for 32 weights
+    "fp8_block": NUM_EXPERTS * _IN_MATRICES,
+    "int8": NUM_EXPERTS * (_IN_MATRICES + (2 * INTERMEDIATE + HIDDEN) * 4),
+    "int4": _INT4_BYTES,
+    "gptq": _INT4_BYTES,
+    "awq": _INT4_BYTES,
+    "mxfp4": NUM_EXPERTS * _IN_MATRICES * 17 // 32,  # a scale byte for 32 weights
 }
 SEEDS = {"fp8_block": 2}  # keeps its answers clear of near ties; the others are by the default
 NEEDS = {
