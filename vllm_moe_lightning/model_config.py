@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.model_spec import AttentionSpec, MoeModelSpec, WeightWidths
+from vllm_moe_lightning.weight_quantisation import attention_projection, expert_projection, leaves_out
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "auto": 2}
 
@@ -254,7 +255,13 @@ def _widths(config: _Config) -> WeightWidths:
         raise UnsupportedError(
             f"{config.where}: quantisation {method!r} is not known to the planner; plan with the plain checkpoint"
         )
-    return WeightWidths(width, width, plain, plain)
+
+    def width_of(projection: str) -> float:
+        return plain if leaves_out(raw, projection) else width
+
+    return WeightWidths(
+        width_of(expert_projection(config.raw)), width_of(attention_projection(config.raw)), plain, plain
+    )
 
 
 def spec_from_config(raw: Mapping[str, Any], name: str) -> MoeModelSpec:

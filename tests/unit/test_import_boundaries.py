@@ -47,6 +47,7 @@ PLANNING_ROOMS = {
     "rowwise.py",
     "stock_vllm.py",
     "tensor_parallel.py",
+    "weight_quantisation.py",
     "workload.py",
 }
 PLANNING_FILES = {

@@ -122,6 +122,18 @@ def test_widths_follow_the_quantisation_and_count_scales() -> None:
     assert spec_from_config(awq, "m").widths.other_bytes == 2
 
 
+def test_parts_that_a_quantisation_leaves_out_are_as_wide_as_the_model() -> None:
+    method = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    for entry, plain, quantised in (
+        ("self_attn", "linear_bytes", "expert_bytes"),
+        ("experts", "expert_bytes", "linear_bytes"),
+    ):
+        config = raw("mixtral-8x7b") | {"quantization_config": method | {"modules_to_not_convert": [entry]}}
+        widths = spec_from_config(config, "m").widths
+        assert getattr(widths, plain) == 2
+        assert getattr(widths, quantised) < 1
+
+
 def test_an_unknown_quantisation_or_family_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="spqr"):
         spec_from_config(raw("mixtral-8x7b") | {"quantization_config": {"quant_method": "spqr"}}, "m")

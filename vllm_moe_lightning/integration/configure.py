@@ -24,6 +24,7 @@ from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.exposition import open_metrics
 from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.platform import attention_backend, is_cuda, worker_base
+from vllm_moe_lightning.integration.quantised_experts import refuse_experts_without_kernel
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
@@ -58,6 +59,7 @@ def configure(vllm_config: Any) -> None:
     options = options_of(vllm_config)
     _refuse_conflicts(vllm_config, options)
     refuse_device(options)
+    refuse_experts_without_kernel(vllm_config.model_config)
     resolve_isa("auto")  # attention needs AVX2 or AVX-512, and the native library
     _check_checkpoint(vllm_config)
     scheduler_cls = _scheduler_cls(vllm_config)
