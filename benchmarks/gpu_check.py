@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -114,10 +115,12 @@ def build_library(console: Console) -> None:
         native.library()
         return
     except MoeLightningError as error:
+        if shutil.which("cmake") is None:
+            raise MoeLightningError(f"{error}; or install cmake and a C++17 compiler, and this builds it") from error
         console.print(f"building csrc: {error}")
     folder = ROOT / "build" / "gpu_check"
     subprocess.run(["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder)], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", str(folder), "-j"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["cmake", "--build", str(folder), f"-j{usable_cpus()}"], check=True, stdout=subprocess.DEVNULL)
     os.environ[native.LIBRARY_VARIABLE] = str(next(folder.rglob(native.LIBRARY_NAME)))
     native.library()
 
