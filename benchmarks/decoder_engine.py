@@ -143,7 +143,7 @@ class DecoderEngine:
         self.caches = caches
         self.pool = AttentionPool(options.attention_threads or 1, attention_cpus)
         host = HostAttention(device, self.pool, max_tokens, config.qkv_bytes_per_token, attention_fault(options.debug))
-        self._cpu_path = CpuAttentionPath(host)
+        self._cpu_path = CpuAttentionPath(host, lambda layer: self.caches[layer])
         self._device_path = DeviceAttentionPath(host, device, lambda layer: self.caches[layer])
         self.executor = PipelineExecutor(
             device, self.store, self._path_for, config.num_layers, self.policy, options.debug.remove_wait

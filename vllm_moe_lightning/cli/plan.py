@@ -272,7 +272,7 @@ def _simulate(
     trace: Path | None,
 ) -> float:
     """Seconds of a simulated decode (or mixed) sweep; draws it and writes its trace where asked."""
-    from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
+    from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans, simulated_trace
     from vllm_moe_lightning.pipeline.trace import write_chrome_trace
     from vllm_moe_lightning.planned_sweep import simulate_policy
     from vllm_moe_lightning.policy.grid import Batching
@@ -281,7 +281,7 @@ def _simulate(
     load_of = decode_load if planned.batching is Batching.STATIC else steady_load
     sweep = simulate_policy(spec, profile, planned.policy, load_of(workload, planned.policy))
     if trace is not None:
-        write_chrome_trace(trace, simulated_spans(sweep), device="simulated")
+        write_chrome_trace(trace, simulated_trace(sweep))
     if gantt is not None:
         try:
             plot_gantt([(f"{spec.name} on {profile.name}, simulated", simulated_spans(sweep))], gantt)

@@ -16,10 +16,11 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_moe_lightning.cost_model import HrmResource, JobCost, static_batch_cost, steady_state_cost
+from vllm_moe_lightning.cost_model import JobCost, static_batch_cost, steady_state_cost
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.memory_model import MemoryNeed, gpu_memory, host_memory
 from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.resources import HrmResource
 from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload, buffered_load, prefill_load
 
 GB = 1e9

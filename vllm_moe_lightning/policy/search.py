@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from vllm_moe_lightning.cost_model import HrmResource, JobCost, SweepCost
+from vllm_moe_lightning.cost_model import JobCost, SweepCost
 from vllm_moe_lightning.errors import PolicyInfeasibleError
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.memory_model import MemoryNeed
@@ -31,6 +31,7 @@ from vllm_moe_lightning.policy.grid import (
 )
 from vllm_moe_lightning.policy.screening import Screened, screen
 from vllm_moe_lightning.policy.shortage import find_shortage
+from vllm_moe_lightning.resources import HrmResource
 from vllm_moe_lightning.workload import HrmPolicy, Workload
 
 # What a solver's plan may be slower than one already in hand, and its objective off the arithmetic.
