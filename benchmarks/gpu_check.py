@@ -47,7 +47,7 @@ from vllm_moe_lightning.kernels import native
 from vllm_moe_lightning.machine_readings import MeasuredMachine
 from vllm_moe_lightning.model_spec import AttentionSpec, MoeModelSpec
 from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES
-from vllm_moe_lightning.policy.grid import PlanLimits
+from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
 from vllm_moe_lightning.profiling import attention_threads, measure_machine
 from vllm_moe_lightning.workload import SweepLoad, Workload
