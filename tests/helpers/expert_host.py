@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     host_topk_ids: torch.Tensor
 
 
-class EmulatedExperts:
+class HostedExperts:
     def __init__(
         self,
         device: Device,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.helpers.expert_host import EmulatedExperts
+from tests.helpers.expert_host import HostedExperts
 from tests.helpers.paged_layer import PagedCase, PagedLayer, relative_rms
 from vllm_moe_lightning.device import EmulatedDevice
 from vllm_moe_lightning.kernels.paged_moe import _as_operand
@@ -169,7 +169,7 @@ def test_experts_in_parts_give_the_same_bits_as_all_at_once() -> None:
 @pytest.mark.parametrize("num_slots", [1, 3, 8])
 def test_residency_and_kernel_together_match_the_reference_for_every_number_of_slots(num_slots: int) -> None:
     device = EmulatedDevice(timing="lazy", poison=True, check_hazards=True)
-    experts = EmulatedExperts(device, num_layers=2, num_experts=8, num_slots=num_slots)
+    experts = HostedExperts(device, num_layers=2, num_experts=8, num_slots=num_slots)
     for step, num_tokens in enumerate((1, 3, 20, 1)):
         for layer in range(2):
             batch = experts.batch(num_tokens, top_k=2, seed=10 * step + layer)

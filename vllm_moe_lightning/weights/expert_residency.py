@@ -26,9 +26,10 @@ WAVE_RATIO = 0.25
 
 @dataclass(frozen=True)
 class HostExperts:
-    """The routed experts of one layer in host memory, which must stay as it is. `layer` names it in all calls.
+    """The routed experts of one layer, in memory of Device.allocate_host that stays as it is.
 
-    buffer_name: of the Buffer that holds them, for hazard checks. Scales are small and lie on the device already.
+    layer: its name in all calls. buffer_name: of the Buffer that holds the weights, for hazard checks. Scales are
+    small and lie on the device already.
     """
 
     layer: int
@@ -110,6 +111,8 @@ class ExpertResidency:
         """Allocates all frames. Raises ValueError for num_slots under 1, DeviceMemoryError if they do not fit."""
         if not layers:
             raise ValueError("no layers: a model without routed experts needs no residency")
+        if len({layer.layer for layer in layers}) < len(layers):
+            raise ValueError(f"layers must differ in `layer`, got {[layer.layer for layer in layers]}")
         if num_slots < 1:
             raise ValueError(
                 f"num_slots: need 1 at least, have {num_slots}; the largest expert has "
@@ -131,6 +134,8 @@ class ExpertResidency:
             layer: LayerPageTable(pages, device, f"{name}.page_table[{layer}]") for layer, pages in self._pages.items()
         }
         self._scores = ExpertScores({layer.layer: layer.shape.num_experts for layer in layers}, half_life_steps)
+        # Fresh memory may be what the compute stream gave back and still works on.
+        device.h2d.wait_event(device.compute.record_event())
         self._num_experts_per_wave = max(1, int(num_slots * WAVE_RATIO))
 
     def shape(self, layer: int) -> ExpertShape:
