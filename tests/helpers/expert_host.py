@@ -8,7 +8,7 @@ import torch
 
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
-from vllm_moe_lightning.weights.expert_residency import ExpertResidency, HostExperts
+from vllm_moe_lightning.weights.expert_residency import ExpertResidency, ExpertSource
 
 HIDDEN_SIZE, INTERMEDIATE_SIZE = 32, 24
 DTYPE = torch.float16
@@ -46,7 +46,7 @@ class HostedExperts:
                 buffer = device.allocate_host(values.nbytes, f"host[{layer}].{matrix}")
                 weights.append(buffer.tensor.view(DTYPE).view(shape))
                 weights[-1].copy_(values)
-            self.layers.append(HostExperts(layer, f"host[{layer}]", *weights))
+            self.layers.append(ExpertSource(layer, f"host[{layer}]", *weights))
         self.residency = ExpertResidency(self.layers, device, num_slots=num_slots, page_bytes=page_bytes, **options)
 
     def batch(self, num_tokens: int, top_k: int, seed: int, experts: list[int] | None = None) -> Batch:

@@ -25,7 +25,7 @@ WAVE_RATIO = 0.25
 
 
 @dataclass(frozen=True)
-class HostExperts:
+class ExpertSource:
     """The routed experts of one layer, in memory of Device.allocate_host that stays as it is.
 
     layer: its name in all calls. buffer_name: of the Buffer that holds the weights, for hazard checks. Scales are
@@ -100,7 +100,7 @@ class ExpertResidency:
 
     def __init__(
         self,
-        layers: Sequence[HostExperts],
+        layers: Sequence[ExpertSource],
         device: Device,
         *,
         num_slots: int,  # experts (of the largest layer) that fit on the device at once

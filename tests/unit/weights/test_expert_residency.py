@@ -14,7 +14,7 @@ from vllm_moe_lightning.errors import DeviceMemoryError, HazardError
 from vllm_moe_lightning.kernels.page_table import ExpertPages
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
 from vllm_moe_lightning.pipeline.paged_experts import run_paged_experts
-from vllm_moe_lightning.weights.expert_residency import ExpertResidency, HostExperts
+from vllm_moe_lightning.weights.expert_residency import ExpertResidency, ExpertSource
 from vllm_moe_lightning.weights.expert_scores import ExpertScores
 
 NUM_LAYERS, NUM_EXPERTS = 3, 8
@@ -173,7 +173,7 @@ def test_frames_go_from_layer_to_layer_whatever_their_sizes(make: Make) -> None:
     for layer, (hidden_size, intermediate_size) in enumerate(((32, 24), (64, 16), (16, 80))):
         w13 = torch.randn(4, 2 * intermediate_size, hidden_size, generator=rng).half()
         w2 = torch.randn(4, hidden_size, intermediate_size, generator=rng).half()
-        layers.append(HostExperts(layer, f"mixed[{layer}]", w13, w2))
+        layers.append(ExpertSource(layer, f"mixed[{layer}]", w13, w2))
     residency = ExpertResidency(layers, device, num_slots=2, page_bytes=272, name="mixed")
     for _ in range(3):
         for source in layers:
