@@ -56,8 +56,9 @@ class HostedExperts:
         chosen = torch.rand(num_tokens, len(among), generator=rng).topk(top_k).indices
         ids = among[chosen].int()
         hidden = torch.randn(num_tokens, HIDDEN_SIZE, generator=rng).to(DTYPE)
-        return Batch(hidden, torch.rand(num_tokens, top_k, generator=rng), ids, ids.clone())
+        weights, place = torch.rand(num_tokens, top_k, generator=rng), self.device.torch_device
+        return Batch(hidden.to(place), weights.to(place), ids.to(place), ids.clone())
 
     def expected(self, layer: int, batch: Batch) -> torch.Tensor:
         source = self.layers[layer]
-        return expert_ffn(batch.hidden, source.w13, source.w2, batch.topk_ids, batch.topk_weights)
+        return expert_ffn(batch.hidden.cpu(), source.w13, source.w2, batch.host_topk_ids, batch.topk_weights.cpu())
