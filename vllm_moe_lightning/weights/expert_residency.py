@@ -8,7 +8,7 @@ step; if not all of a step's experts fit at once, they come in waves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -145,11 +145,12 @@ class ExpertResidency:
         """Whether the expert has frames: it is there, or on its way."""
         return (layer, expert) in self._residents
 
-    def waves(self, layer: int, topk_ids: torch.Tensor) -> Iterator[Wave]:
+    def waves(self, layer: int, topk_ids: torch.Tensor) -> Generator[Wave, None, None]:
         """The experts that a step asks of a layer, each in exactly one wave: one wave with all of them if they fit.
 
         topk_ids: integers on the host, any shape; negative ones are computed elsewhere. Copies start when a wave is
-        asked for. It must be used before the next one is.
+        asked for. It must be used before the next one is. Close the generator (contextlib.closing) where the caller may
+        fail: an exception that is kept would keep it, and with it what the wave pins.
         """
         asked = [expert for expert in topk_ids.unique().tolist() if expert >= 0]
         num_experts = self.shape(layer).num_experts

@@ -13,6 +13,7 @@ from vllm_moe_lightning.device import EmulatedDevice
 from vllm_moe_lightning.errors import DeviceMemoryError, HazardError
 from vllm_moe_lightning.kernels.page_table import ExpertPages
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
+from vllm_moe_lightning.kernels.reference_paged_moe import ReferencePagedMoeStep
 from vllm_moe_lightning.pipeline.paged_experts import run_paged_experts
 from vllm_moe_lightning.weights.expert_residency import ExpertResidency, ExpertSource
 from vllm_moe_lightning.weights.expert_scores import ExpertScores
@@ -231,6 +232,20 @@ def test_a_step_that_is_given_up_holds_nothing_back(make: Make) -> None:
         break  # never used: the forward failed
     step(experts, 1, [5, 6])
     step(experts, 0, [0, 1])
+
+
+def test_a_step_that_fails_holds_nothing_back_even_while_its_error_is_kept(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = make(num_slots=2)
+    batch = experts.batch(1, 2, seed=0, experts=[0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferencePagedMoeStep, "add", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept:
+            run_paged_experts(experts.residency, 0, *batch, kernel="reference")
+    step(experts, 1, [5, 6])
+    step(experts, 0, [0, 1])
+    assert kept.tb is not None
 
 
 def test_a_wave_is_of_no_use_after_the_next_was_asked_for(make: Make) -> None:
