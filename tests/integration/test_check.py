@@ -16,7 +16,8 @@ import torch
 from tests.helpers.engine import ENVIRONMENT, ROOT, EngineFailedError, run_engine
 from tests.helpers.engine_call import PRELOAD, call, calls, result_of
 from vllm_moe_lightning.config import OPTIONS_KEY
-from vllm_moe_lightning.integration.parity_run import CheckRequest, EngineJob, check, reason_in, request_of
+from vllm_moe_lightning.integration.parity_engine import reason
+from vllm_moe_lightning.integration.parity_run import CheckRequest, EngineJob, check, request_of
 from vllm_moe_lightning.parity import EngineAnswers
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 
@@ -41,7 +42,8 @@ def forked(job: EngineJob) -> EngineAnswers:
             model, [calls(rpc)], plugin=job.is_ours, moe_lightning=options, engine_args=args, preload=[PRELOAD]
         )
     except EngineFailedError as error:
-        return EngineAnswers(error=reason_in(error.log, error.returncode or 0))
+        *_, (kind, message) = re.findall(r"^(?:\w+\.)*(\w*Error): (.+)$", error.log, re.MULTILINE)
+        return EngineAnswers(error=reason(kind, message))
     answers = EngineAnswers(**result_of(result.jobs[0]))
     if not job.is_ours:
         _stock[key] = answers
