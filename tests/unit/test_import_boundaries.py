@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "vllm_moe_lightning"
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-COMMANDS = ("app", "check", "plan", "profile", "run", "trace")
+COMMANDS = ("app", "check", "doctor", "plan", "profile", "run", "trace")
 VLLM_ROOMS = {"integration", "worker.py"}
 INTEGRATION = "vllm_moe_lightning.integration"
 # Plans are made where no torch is installed, and before a process has decided on its device.
@@ -21,6 +21,7 @@ PLANNING_ROOMS = {
     "checkpoint_view.py",
     "config.py",
     "cost_model.py",
+    "doctor",
     "engine_plan.py",
     "engine_planning.py",
     "engine_request.py",
@@ -46,6 +47,7 @@ PLANNING_ROOMS = {
     "rowwise.py",
     "stock_vllm.py",
     "tensor_parallel.py",
+    "weight_quantisation.py",
     "workload.py",
 }
 PLANNING_FILES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from vllm_moe_lightning.cli.check import check
+from vllm_moe_lightning.cli.doctor import doctor
 from vllm_moe_lightning.cli.plan import explain, plan
 from vllm_moe_lightning.cli.profile import profile
 from vllm_moe_lightning.cli.run import run
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(explain)
 app.command()(profile)
+app.command()(doctor)
 app.command()(run)
 app.command()(trace)
 app.command()(check)

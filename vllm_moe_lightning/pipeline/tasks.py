@@ -24,7 +24,7 @@ class TaskName(StrEnum):
     EXPERTS_LOAD = "experts_load"
     POST_EXPERTS = "post_experts"  # what follows the experts; post_attention then ends with the router
     WEIGHT_PAGE = "weight_page"
-    KV_LOAD = "kv_load"  # S4 only: the micro-batch's context comes to the device
+    KV_LOAD = "kv_load"  # S4, and prompts with context: the micro-batch's context comes to the device
     DEVICE_ATTENTION = "device_attention"  # S4 only
     KV_APPEND = "kv_append"  # S4 only: new keys and values enter the host cache
 
