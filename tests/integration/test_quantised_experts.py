@@ -13,10 +13,10 @@ import pytest
 
 from tests.helpers.amx_gate import OPEN, SHUT
 from tests.helpers.engine import EngineFailedError, Job
+from tests.helpers.gpt_oss_checkpoint import write_gpt_oss
 from tests.helpers.paging import assert_micro_batches, assert_pages_are_exact, reconfigured, run_paged, run_stock
 from tests.helpers.prompts import standard_prompts
 from tests.helpers.quantised_checkpoints import (
-    FORMATS,
     GROUP,
     HIDDEN,
     INTERMEDIATE,
@@ -39,7 +39,8 @@ EXPERT_BYTES = {
     "int4": _INT4_BYTES,
     "gptq": _INT4_BYTES,
     "awq": _INT4_BYTES,
-    "mxfp4": NUM_EXPERTS * _IN_MATRICES * 17 // 32,  # a scale byte for 32 weights
+    # mxfp4: a scale byte for 32 weights; and float32 biases.
+    "gpt_oss": NUM_EXPERTS * (_IN_MATRICES * 17 // 32 + (2 * INTERMEDIATE + HIDDEN) * 4),
 }
 SEEDS = {"fp8_block": 2}  # keeps its answers clear of near ties; the others are by the default
 NEEDS = {
@@ -50,7 +51,7 @@ NEEDS = {
     "int4": ("compressed-tensors int4", "needs AMX"),
     "gptq": ("GPTQ int4", "needs AMX"),
     "awq": ("AWQ int4", "needs AMX"),
-    "mxfp4": ("mxfp4", "needs AMX"),
+    "gpt_oss": ("mxfp4", "needs AMX"),
 }
 NUM_LAYERS, NUM_PROMPTS = 3, 6
 SAMPLING = {"max_tokens": 8}
@@ -68,8 +69,11 @@ def model(tmp_path_factory):
         key = (form, *options)
         if key not in folders:
             seed = {"seed": SEEDS[form]} if form in SEEDS else {}
-            folder = tmp_path_factory.mktemp(form)
-            folders[key] = write_quantised_checkpoint(folder, form, num_layers=NUM_LAYERS, **seed, **options)
+            folder, options = tmp_path_factory.mktemp(form), {"num_layers": NUM_LAYERS, **seed, **options}
+            is_gpt_oss = form == "gpt_oss"
+            folders[key] = (
+                write_gpt_oss(folder, **options) if is_gpt_oss else write_quantised_checkpoint(folder, form, **options)
+            )
         return folders[key]
 
     return get
@@ -183,7 +187,7 @@ def refusal(model, **options) -> str:
     return message
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", NEEDS)
 def test_experts_without_a_kernel_here_are_refused_by_name_before_loading(form, model):
     """The gate is shut whatever machine this runs on."""
     name, reason = NEEDS[form]
@@ -192,6 +196,11 @@ def test_experts_without_a_kernel_here_are_refused_by_name_before_loading(form, 
     assert f"the experts of {model(form)} are {name};" in message
     assert reason in message
     assert "run it on a GPU" in message
+
+
+def test_our_own_cpu_kernel_for_experts_refuses_quantised_ones_before_loading(model):
+    message = refusal(model("int4"), engine_args=BFLOAT16, preload=[OPEN], options={"experts": "cpu"})
+    assert "drop moe_lightning.experts" in message
 
 
 def test_float32_is_refused_where_the_kernels_do_not_know_it(model):

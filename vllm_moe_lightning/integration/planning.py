@@ -71,7 +71,7 @@ def request_of(vllm_config: Any, options: MoeLightningConfig) -> EngineRequest:
 
 
 def model_spec_of(model_config: Any) -> MoeModelSpec:
-    """With the type that vLLM computes in, which need not be the checkpoint's, and experts as large as it packs them."""
+    """With the type that vLLM computes in, which need not be the checkpoint's, and experts as it packs them."""
     raw = {**model_config.hf_config.to_dict(), "dtype": str(model_config.dtype).removeprefix("torch.")}
     try:
         spec = spec_from_config(raw, Path(model_config.model).name)

@@ -17,6 +17,10 @@ from vllm_moe_lightning.weight_quantisation import ExpertFormat, ExpertScheme, e
 CURE = "run it on a GPU, or take the checkpoint that is not quantised"
 
 
+def has_quantised_experts(model_config: Any) -> bool:
+    return expert_format(model_config.hf_config.to_dict()) is not None
+
+
 def refuse_experts_without_kernel(model_config: Any) -> None:
     """Raises UnsupportedError with the format and what it needs. On the CPU build only: the CUDA build has kernels for
     all of them, on one GPU or another, and says itself which."""
