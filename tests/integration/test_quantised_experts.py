@@ -135,14 +135,27 @@ def test_micro_batches_and_attention_on_the_cpu_give_stock_vllm_s_tokens(form, m
 
 
 @pytest.mark.parametrize("form", EXPERT_BYTES)
-def test_the_planner_counts_the_bytes_that_are_loaded(form, model, ours):
+def test_the_planner_counts_the_bytes_that_are_loaded(form, model):
     """The worker warns from 5 % on."""
     config = json.loads((model(form) / "config.json").read_text())
     spec = spec_from_config(config, form)
     width = cpu_build_bytes(expert_format(config)) or spec.widths.expert_bytes
-    (stats,) = ours(form).jobs[1].stats
-    loaded = stats["bytes_paged"] / (NUM_LAYERS * stats["sweeps"])
-    assert spec.routed_params_per_layer * width == pytest.approx(loaded, rel=0.05)
+    assert spec.routed_params_per_layer * width == pytest.approx(EXPERT_BYTES[form], rel=0.05)
+
+
+@pytest.mark.parametrize("form", ["int4", "gpt_oss"])
+def test_a_planned_engine_finds_the_experts_as_large_as_planned(form, model):
+    """In 4 bits of the CPU build's own packing, and under the name that vLLM gives to gpt-oss's quantisation."""
+    nothing_given = dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size"))
+    result = run_paged(
+        model(form),
+        [Job(standard_prompts(2), {"max_tokens": 2})],
+        options={"planner": "auto", "hardware": "t4", "device_memory_mib": 5, "page_mib": None},
+        engine_args={**BFLOAT16, **nothing_given},
+        preload=[OPEN],
+    )
+    assert "moe_lightning: plan for" in result.log
+    assert "the experts of a layer take" not in result.log
 
 
 def test_three_ways_to_store_the_same_four_bits_answer_alike(stock):
