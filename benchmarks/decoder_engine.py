@@ -62,15 +62,17 @@ def _starts(query_lens: Sequence[int]) -> torch.Tensor:
 
 
 class Sequences:
-    """Sequences that grow step by step, each over its own blocks, dealt out at random as a block manager would."""
+    """Sequences that grow step by step, each over its own blocks, dealt out at random as a block manager would; seed
+    None: in order."""
 
-    def __init__(self, num_seqs: int, max_len: int, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(self, num_seqs: int, max_len: int, block_size: int = 16, seed: int | None = 0) -> None:
         self.block_size = block_size
         blocks_per_seq = -(-max_len // block_size)
         self.num_blocks = num_seqs * blocks_per_seq
-        rng = torch.Generator().manual_seed(seed)
-        dealt = torch.randperm(self.num_blocks, generator=rng).to(torch.int32)
-        self._block_table = dealt.view(num_seqs, blocks_per_seq)
+        dealt = torch.arange(self.num_blocks)
+        if seed is not None:
+            dealt = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(seed))
+        self._block_table = dealt.to(torch.int32).view(num_seqs, blocks_per_seq)
         self.lens = [0] * num_seqs
 
     def step(self, query_lens: Sequence[int], token_ids: torch.Tensor) -> Step:
@@ -98,15 +100,21 @@ def make_caches(
     num_blocks: int,
     block_size: int,
     *,
-    poison: bool = False,
+    device: Device | None = None,
     kind: ElementKind | None = None,
 ) -> list[HostKvCache]:
-    """One host cache per layer; NaN bytes under poison, so that a read of a row nobody wrote shows."""
+    """One host cache per layer, in the device's host memory if it is for one; NaN bytes under its poison, so that a
+    read of a row nobody wrote shows."""
     num_rows = 2 * num_blocks * block_size * config.num_kv_heads
     num_bytes = num_rows * row_bytes(config.head_dim, config.dtype.itemsize, kind)
     caches = []
     for layer in range(config.num_layers):
-        memory = torch.full((num_bytes,), 0xFF if poison else 0, dtype=torch.uint8)
+        if device is None:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8)
+        else:
+            memory = device.allocate_host(num_bytes, f"keys and values of layer {layer}").tensor
+            if device.poison:
+                memory.fill_(0xFF)
         sizes = (config.num_kv_heads, block_size, config.head_dim)
         caches.append(HostKvCache.over(f"layer{layer}", memory.view(config.dtype), *sizes, kind))
     return caches
@@ -135,7 +143,7 @@ class DecoderEngine:
         self.caches = caches
         self.pool = AttentionPool(options.attention_threads or 1, attention_cpus)
         host = HostAttention(device, self.pool, max_tokens, config.qkv_bytes_per_token, attention_fault(options.debug))
-        self._cpu_path = CpuAttentionPath(host)
+        self._cpu_path = CpuAttentionPath(host, lambda layer: self.caches[layer])
         self._device_path = DeviceAttentionPath(host, device, lambda layer: self.caches[layer])
         self.executor = PipelineExecutor(
             device, self.store, self._path_for, config.num_layers, self.policy, options.debug.remove_wait
@@ -160,14 +168,13 @@ class DecoderEngine:
         shares = [step.select(rows) for rows in groups]
 
         def body_of(tokens: torch.Tensor, rows: AttentionRows) -> Callable[[], torch.Tensor]:
-            return lambda: self.model.forward(
-                step.token_ids[tokens], step.positions[tokens], self._attend(rows), self.executor.layer_entry
-            )
+            ids, positions = (self.device.to_device(each[tokens]) for each in (step.token_ids, step.positions))
+            return lambda: self.model.forward(ids, positions, self._attend(rows), self.executor.layer_entry)
 
         results = self.executor.run_sweep([MicroBatch(body_of(*share), share[1]) for share in shares])
         hidden = results[0].new_empty((len(step.token_ids), results[0].shape[-1]))
         for (tokens, _), result in zip(shares, results, strict=True):
-            hidden[tokens] = result
+            hidden[self.device.to_device(tokens)] = result
         return hidden
 
     def dummy_step(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -182,6 +189,10 @@ class DecoderEngine:
             is_dummy=True,
         )
         return hidden
+
+    def release_device_context(self) -> None:
+        """Gives back what S4 keeps on the device between sweeps. The caller has synchronised the device."""
+        self._device_path.release_frames()
 
     def close(self) -> None:
         self.device.close()

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.job_checkpoint import CheckpointShape
 from benchmarks.job_engine import JobRun, Started
 from vllm_moe_lightning.job_prediction import Job, JobPrediction, SweepLimits, predict_job
+from vllm_moe_lightning.planned_job import limits_of, policy_of
 from vllm_moe_lightning.workload import HrmPolicy
 
 BLOCK_SIZE = 32  # tokens: short sequences waste less of the last block than with the planner's 128
@@ -49,36 +50,21 @@ class Shape:
         return int(self.num_blocks * len(lengths) / sum(-(-length // BLOCK_SIZE) for length in lengths))
 
 
-def policy_of(started: Started, num_seqs: int) -> HrmPolicy:
-    on_device = started.plan is not None and started.plan.attention_on_device
-    return HrmPolicy(
-        micro_batch_size=-(-num_seqs // started.num_micro_batches),
-        num_micro_batches=started.num_micro_batches,
-        attention_on_gpu=on_device,
-        kv_gpu_ratio=float(on_device),
-        num_resident_layers=started.num_resident_layers,
-        prefill_tokens_per_sweep=1,  # no sweep parks its hidden states on the host
-    )
-
-
-def planned_limits(started: Started) -> SweepLimits:
-    """As the scheduler sets them from the plan (integration/request_mix, PrefillShare)."""
-    plan = started.plan
-    assert plan is not None, "planned engines only"
-    beside = max(plan.prefill_tokens_per_sweep, round(plan.expected_prompt_tokens))
-    return SweepLimits(started.max_num_seqs, min(started.max_num_batched_tokens, started.max_num_seqs + beside))
-
-
 def predictions(shape: Shape, arm: str, started: Started, num_slots: int) -> list[JobPrediction]:
     """Of the job, or of each static batch of num_slots. vLLM's own admission preempts, which is not predicted."""
-    if arm == DEFAULTS:
+    if started.plan is not None:
+        policy, limits = policy_of(started.plan), limits_of(started.plan)
+    else:
         num_seqs = min(started.max_num_seqs, shape.running_by_need)
         limits = SweepLimits(num_seqs, started.max_num_batched_tokens)
-    else:
-        limits = planned_limits(started)
-        num_seqs = started.max_num_seqs
+        policy = HrmPolicy(
+            micro_batch_size=-(-num_seqs // started.num_micro_batches),
+            num_micro_batches=started.num_micro_batches,
+            num_resident_layers=started.num_resident_layers,
+            prefill_tokens_per_sweep=1,  # no sweep parks its hidden states on the host
+        )
     jobs = shape.job.batches(num_slots) if arm == PHASED else [shape.job]
-    return [predict_job(started.spec, started.machine, policy_of(started, num_seqs), job, limits) for job in jobs]
+    return [predict_job(started.spec, started.machine, policy, job, limits) for job in jobs]
 
 
 def row_of(

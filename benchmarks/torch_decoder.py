@@ -24,6 +24,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, query [T, Hq, D], key [T, Hk, D], value [T, Hk, D]) -> output [T, Hq, D]"""
 
 ROPE_BASE = 10_000.0
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,34 @@ class DecoderConfig:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.dtype.itemsize
 
 
-def _matrix(rng: torch.Generator, config: DecoderConfig, *shape: int) -> torch.nn.Parameter:
-    """Drawn so that outputs are as wide as inputs; the last dimension is the one that is summed over."""
-    data = torch.randn(*shape, generator=rng).mul_(shape[-1] ** -0.5)
-    return torch.nn.Parameter(data.to(config.dtype), requires_grad=False)
+class MatrixDrawer:
+    """Draws matrices so that outputs are as wide as inputs; the last dimension is the one that is summed over.
+
+    On the generator's device and then to `device`: the same matrices for the same generator.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, rng: torch.Generator, device: torch.device = CPU, dtype: torch.dtype | None = None
+    ) -> None:
+        self._config, self._rng, self._device = config, rng, device
+        self._drawn_as = dtype or torch.float32
+
+    def __call__(self, *shape: int) -> torch.nn.Parameter:
+        data = torch.randn(*shape, generator=self._rng, device=self._rng.device, dtype=self._drawn_as)
+        data = data.mul_(shape[-1] ** -0.5).to(self._device, self._config.dtype)
+        return torch.nn.Parameter(data, requires_grad=False)
 
 
 class SparseMlp:
     """Router and experts, with the experts stacked as vLLM stacks them. One expert and no router if dense."""
 
-    def __init__(self, config: DecoderConfig, rng: torch.Generator, *, dense: bool) -> None:
+    def __init__(self, config: DecoderConfig, draw: MatrixDrawer, draw_experts: MatrixDrawer, *, dense: bool) -> None:
         num_experts = 1 if dense else config.num_experts
         self.top_k = 1 if dense else config.top_k
-        self.router = None if dense else _matrix(rng, config, num_experts, config.hidden)  # [E, H]
-        self.w13 = _matrix(rng, config, num_experts, 2 * config.intermediate, config.hidden)  # [E, 2I, H]
-        self.w2 = _matrix(rng, config, num_experts, config.hidden, config.intermediate)  # [E, H, I]
+        self.router = None if dense else draw(num_experts, config.hidden)  # [E, H]
+        draw_ffn = draw if dense else draw_experts
+        self.w13 = draw_ffn(num_experts, 2 * config.intermediate, config.hidden)  # [E, 2I, H]
+        self.w2 = draw_ffn(num_experts, config.hidden, config.intermediate)  # [E, H, I]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x: [T, H] -> [T, H]. Grouped by expert, so that each expert's weights are read once."""
@@ -75,6 +89,9 @@ class SparseMlp:
         probabilities = torch.softmax((x @ self.router.T).float(), dim=-1)
         weights, experts = probabilities.topk(self.top_k, dim=-1)
         weights = (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype)
+        if x.is_cuda:
+            dense = torch.zeros_like(probabilities, dtype=x.dtype).scatter_(1, experts, weights)
+            return self._every_expert(x, w13, w2, dense)
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
         tokens = order // self.top_k
@@ -88,18 +105,33 @@ class SparseMlp:
         return output
 
     @staticmethod
+    def _every_expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Every token through every expert, weights [T, E] zero where it was not chosen: E / top_k times the
+        arithmetic, and no wait for the GPU to learn how many tokens an expert has."""
+        gate, up = torch.bmm(x.expand(len(w13), -1, -1), w13.transpose(1, 2)).chunk(2, dim=-1)
+        output = torch.bmm(F.silu(gate) * up, w2.transpose(1, 2))  # [E, T, H]
+        return (output * weights.T[:, :, None]).sum(dim=0)
+
+    @staticmethod
     def _expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
         gate, up = torch.mm(x, w13.T).chunk(2, dim=-1)
         return torch.mm(F.silu(gate) * up, w2.T)
 
 
 class DecoderLayer:
-    def __init__(self, config: DecoderConfig, index: int, rng: torch.Generator) -> None:
+    def __init__(self, config: DecoderConfig, index: int, draw: MatrixDrawer, draw_experts: MatrixDrawer) -> None:
         self.config, self.index = config, index
         heads = config.num_heads + 2 * config.num_kv_heads
-        self.qkv = _matrix(rng, config, heads * config.head_dim, config.hidden)
-        self.o_proj = _matrix(rng, config, config.hidden, config.num_heads * config.head_dim)
-        self.mlp = SparseMlp(config, rng, dense=index in config.dense_layers)
+        self.qkv = draw(heads * config.head_dim, config.hidden)
+        self.o_proj = draw(config.hidden, config.num_heads * config.head_dim)
+        self.mlp = SparseMlp(config, draw, draw_experts, dense=index in config.dense_layers)
+
+    @property
+    def other_bytes(self) -> int:
+        """Of everything but experts."""
+        mlp = self.mlp
+        tensors = [self.qkv, self.o_proj, *([mlp.w13, mlp.w2] if mlp.router is None else [mlp.router])]
+        return sum(tensor.nbytes for tensor in tensors)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x: [T, H], positions: [T] -> [T, H]"""
@@ -113,13 +145,20 @@ class DecoderLayer:
 
 
 class MoeDecoder:
-    """The same weights for the same config."""
+    """The same weights for the same config, on the CPU unless drawers say otherwise: `draw` for all but the experts."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(
+        self, config: DecoderConfig, draw: MatrixDrawer | None = None, draw_experts: MatrixDrawer | None = None
+    ) -> None:
         self.config = config
-        rng = torch.Generator().manual_seed(config.seed)
-        self.embedding = _matrix(rng, config, config.vocab_size, config.hidden)
-        self.layers = [DecoderLayer(config, index, rng) for index in range(config.num_layers)]
+        draw = draw or MatrixDrawer(config, torch.Generator().manual_seed(config.seed))
+        self.embedding = draw(config.vocab_size, config.hidden)
+        self.layers = [DecoderLayer(config, index, draw, draw_experts or draw) for index in range(config.num_layers)]
+
+    @property
+    def other_bytes(self) -> int:
+        """Of everything but experts."""
+        return self.embedding.nbytes + sum(layer.other_bytes for layer in self.layers)
 
     def forward(
         self,
@@ -155,7 +194,7 @@ def _norm(x: torch.Tensor) -> torch.Tensor:
 def _rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary embedding. x: [T, heads, D], positions: [T] -> [T, heads, D]"""
     half = x.shape[-1] // 2
-    frequencies = ROPE_BASE ** (-torch.arange(half) / half)
+    frequencies = ROPE_BASE ** (-torch.arange(half, device=x.device) / half)
     angles = positions[:, None, None] * frequencies
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)

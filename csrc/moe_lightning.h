@@ -12,7 +12,7 @@ extern "C" {
 #define MOL_API __attribute__((visibility("default")))
 
 // Raised whenever a signature or struct below changes; the Python side refuses another value.
-#define MOL_ABI_VERSION 4
+#define MOL_ABI_VERSION 5
 MOL_API int32_t mol_abi_version(void);
 // Hash of the csrc sources that this library was built from; a stale build fails loudly.
 MOL_API const char* mol_source_hash(void);
@@ -58,6 +58,10 @@ MOL_API int64_t mol_stream_fill(mol_stream* stream, void* dst, int32_t byte, int
 // function(argument) runs on the stream's thread; non-zero means failure, see mol_stream_synchronize.
 MOL_API int64_t mol_stream_call(mol_stream* stream, int32_t (*function)(const void*), const void* argument,
                                 int64_t tag);
+// The same, for a function that only waits, for something that is no stream of ours: neither its time nor the call is
+// counted, and nothing is recorded.
+MOL_API int64_t mol_stream_wait_call(mol_stream* stream, int32_t (*function)(const void*), const void* argument,
+                                     int64_t tag);
 MOL_API int64_t mol_stream_wait(mol_stream* stream, mol_stream* other, int64_t seq);
 
 // Blocks until the stream has completed seq. Returns 0, or the code of the first failed call of this stream since

@@ -218,11 +218,12 @@ void mol_stream::run_work(const Operation& operation, Lock& lock) {
   lock.lock();
   running_since_ns = 0;
   line_ns_ = end_ns;
+  if (failure == 0) failure = code;
+  if (operation.kind == OperationKind::kWaitCall) return;
   totals.busy_ns += end_ns - start_ns;
   totals.num_bytes += operation.num_bytes;
   totals.num_copies += operation.kind == OperationKind::kCopy;
   totals.num_calls += operation.kind == OperationKind::kCall;
-  if (failure == 0) failure = code;
   if (record_capacity > 0) {
     if (static_cast<int64_t>(records.size()) >= record_capacity) records.pop_front();
     records.push_back({operation.tag, start_ns, end_ns, operation.num_bytes});

@@ -22,7 +22,7 @@
 
 namespace mol {
 
-enum class OperationKind { kCopy, kFill, kCall, kWait };
+enum class OperationKind { kCopy, kFill, kCall, kWaitCall, kWait };
 
 struct Segment {
   void* dst;

@@ -52,13 +52,22 @@ int64_t mol_stream_fill(mol_stream* stream, void* dst, int32_t byte, int64_t num
   return stream->submit(std::move(operation));
 }
 
-int64_t mol_stream_call(mol_stream* stream, int32_t (*function)(const void*), const void* argument, int64_t tag) {
+static int64_t submit_call(mol_stream* stream, OperationKind kind, int32_t (*function)(const void*),
+                           const void* argument, int64_t tag) {
   Operation operation;
-  operation.kind = OperationKind::kCall;
+  operation.kind = kind;
   operation.tag = tag;
   operation.function = function;
   operation.argument = argument;
   return stream->submit(std::move(operation));
+}
+
+int64_t mol_stream_call(mol_stream* stream, int32_t (*function)(const void*), const void* argument, int64_t tag) {
+  return submit_call(stream, OperationKind::kCall, function, argument, tag);
+}
+
+int64_t mol_stream_wait_call(mol_stream* stream, int32_t (*function)(const void*), const void* argument, int64_t tag) {
+  return submit_call(stream, OperationKind::kWaitCall, function, argument, tag);
 }
 
 int64_t mol_stream_wait(mol_stream* stream, mol_stream* other, int64_t seq) {

@@ -16,7 +16,9 @@ ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
 AdmissionMode = Literal["worst_case", "expected", "vllm"]
 ExpertsPlace = Literal["device", "cpu", "auto"]
+ContextPlace = Literal["auto", "cpu", "link"]
 AttentionPlace = Literal["auto", "cpu", "device"]
+HostMemoryKind = Literal["pinned", "pageable"]
 FaultKind = Literal["raise", "error", "hang", "end_thread"]
 
 PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
@@ -37,8 +39,12 @@ class DebugOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Report every conflicting access that no event orders (device/hazards.py)."""
     remove_wait: str | None = None
     """Skip one kind of wait, named `waiter<-awaited`, for example `hidden_load<-attention`."""
+    zero_page: tuple[NonNegativeInt, NonNegativeInt] | None = None
+    """(decoder layer, page): zeroed in host memory once the weights are loaded."""
     fail_attention_at: PositiveInt | None = None
     """The n-th attention task fails, to show that a failure unwinds cleanly."""
+    pin_fail_at: PositiveInt | None = None
+    """The n-th piece of host memory cannot be pinned."""
     attention_fault: FaultKind | None = None
     """How it fails: `raise` (the default) on the launching thread; on the attention stream's own thread it returns
     an `error`, hangs for ever (`hang`), or ends the thread (`end_thread`)."""
@@ -74,8 +80,11 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     device memory, so that only weights are paged. `auto`: whichever is predicted to be faster; unplanned, the CPU."""
     prefill_attention: AttentionPlace = "auto"
     """Of prompts without cached context, where `attention` is on the CPU. `device`: from the keys and values at hand;
-    only these go down to the cache. `auto`: the device on CUDA, the CPU on the emulated device. Rows with context
-    (later chunks of a prompt, prefix hits) are the CPU's."""
+    only these go down to the cache. `auto`: the device on CUDA, the CPU on the emulated device."""
+    prefill_context: ContextPlace = "auto"
+    """Of later chunks of a prompt, and of prompts that begin with a prefix hit. `link`: their context comes up to the
+    device, which attends to them. `auto`: whichever takes less time for the tokens at hand, by the plan; unplanned,
+    and on the emulated device, the CPU."""
     experts: ExpertsPlace = "device"
     """Of streamed layers. `cpu`: computed from the host pages, nothing is streamed. `auto`: layer by layer and sweep by
     sweep, as many on the CPU as the plan says for the tokens at hand: reading an expert there is faster than bringing
@@ -95,14 +104,19 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     h2d_gb_per_s: PositiveFloat | None = None
     """Speed of the emulated link, host to device. Default: as fast as memcpy goes."""
     d2h_gb_per_s: PositiveFloat | None = None
+    host_memory: HostMemoryKind | None = None
+    """Of a GPU's pages. `pinned` (the default): all of it, or the engine does not start. `pageable`: what is large is
+    not pinned, and each of its copies goes through a small buffer that is, by the launching thread's hand: slower."""
     stall_timeout_s: PositiveFloat = 120.0
     """Once no copy or attention task has completed for so long while one is waited for, the engine ends with an error
     instead of waiting on. Far above any single task's time."""
     metrics_window_s: PositiveFloat = 10.0
     """What the ratios and rates on /metrics look back over."""
     trace_file: str | None = None
-    """Where a chrome trace of the last sweeps is written when the engine stops or is asked for its statistics."""
+    """Where a chrome trace of the last sweeps is written: when the engine stops, when it is asked for its statistics,
+    and whenever a file of this name with `.request` behind it is made (`vllm-moe-lightning trace FILE --live`)."""
     trace_operations: PositiveInt = 20_000
+    """How many operations each of the four streams keeps for it."""
     debug: DebugOptions = msgspec.field(default_factory=DebugOptions)
 
 

@@ -114,7 +114,11 @@ def machine_under_options(profile: HardwareProfile, options: MoeLightningConfig)
         if gb_per_s is not None:
             # Pacing waits: it makes no copy faster than memcpy.
             limit = getattr(link, name) if is_emulated else gb_per_s * 1e9
-            link = replace_struct(link, **{name: min(gb_per_s * 1e9, limit)})
+            paced = min(gb_per_s * 1e9, limit)
+            if is_emulated:  # what a slower direction leaves of the memory bus is the other's
+                share = min(1.0, link.bidirectional_share * limit / paced)
+                link = replace_struct(link, bidirectional_share=share)
+            link = replace_struct(link, **{name: paced})
     return replace_struct(profile, gpu=gpu, cpu=cpu, link=link, efficiencies=reached)
 
 

@@ -12,6 +12,10 @@ class DeviceMemoryError(MoeLightningError):
     """An allocation does not fit the device's memory budget."""
 
 
+class PinningError(MoeLightningError):
+    """Host memory cannot be pinned; the message names the limits."""
+
+
 class DeviceTaskError(MoeLightningError):
     """A host task (CPU attention) returned an error code; its outputs are not valid."""
 

@@ -58,6 +58,8 @@ class JobPrediction:
     """Those with all slots taken; the others fill or drain."""
     bottleneck_s: dict[str, float]
     """Resource -> time of the sweeps that it bounds. Sums up to time_s."""
+    busy_s: dict[str, float]
+    """Resource -> time that it is busy."""
 
 
 def job_loads(job: Job, limits: SweepLimits) -> list[SweepLoad]:
@@ -99,11 +101,13 @@ def predict_job(
     spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, job: Job, limits: SweepLimits
 ) -> JobPrediction:
     """Of `policy` its micro-batches and its resident layers count; what a sweep carries is the job's."""
-    time_s, full, bounds = 0.0, 0, dict[str, float]()
+    time_s, full, bounds, busy_s = 0.0, 0, dict[str, float](), dict[str, float]()
     loads = job_loads(job, limits)
     for load in loads:
         cost = sweep_cost(spec, profile, policy, load)
         time_s += cost.time_s
         bounds[str(cost.bottleneck)] = bounds.get(str(cost.bottleneck), 0.0) + cost.time_s
+        for resource, seconds in cost.busy_s.items():
+            busy_s[str(resource)] = busy_s.get(str(resource), 0.0) + float(seconds)
         full += load.seqs >= limits.max_num_seqs
-    return JobPrediction(time_s, len(loads), full, bounds)
+    return JobPrediction(time_s, len(loads), full, bounds, busy_s)

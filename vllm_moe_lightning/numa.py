@@ -39,6 +39,15 @@ def nodes_of(cpus: Iterable[int], root: Path = ROOT) -> dict[int, int]:
     return {cpu: node_of.get(cpu, 0) for cpu in cpus}
 
 
+def node_of_pci_device(address: str, root: Path = ROOT) -> int | None:
+    """The node that a device (0000:3b:00.0) hangs on; None where there is only one, or the kernel doesn't say."""
+    file = root / "sys/bus/pci/devices" / address.lower() / "numa_node"
+    if len(list((root / "sys/devices/system/node").glob("node[0-9]*"))) < 2 or not file.exists():
+        return None
+    node = int(file.read_text())
+    return node if node >= 0 else None
+
+
 def cpus_of_rank(cpus: Sequence[int], rank: int, num_ranks: int, root: Path = ROOT) -> list[int]:
     """An even share of the CPUs, of as few nodes as can be: GPUs are numbered along the buses, as nodes are."""
     node_of = nodes_of(cpus, root)

@@ -80,17 +80,19 @@ def measure_machine(
     machine: str,
     *,
     quick: bool = False,
+    effort: Effort | None = None,
     disk_folder: Path = Path(),
     progress: Progress = lambda step, done, total: None,
     experts_probe: ExpertsProbe | None = None,
 ) -> MeasuredMachine:
-    """Raises ValueError naming each reading that can't be. `machine`: its fingerprint."""
+    """Raises ValueError naming each reading that can't be. `machine`: its fingerprint; `effort`: in place of the quick
+    or the full one."""
     started_s, load_average = time.monotonic(), os.getloadavg()[0]
     num_threads = usable_cpus()
-    effort = QUICK if quick else FULL
-    probes = {**_probes(num_threads, effort, disk_folder)}
+    spent = effort or (QUICK if quick else FULL)
+    probes = {**_probes(num_threads, spent, disk_folder)}
     if experts_probe is not None:
-        probes["experts on the device"] = lambda: experts_probe(effort)
+        probes["experts on the device"] = lambda: experts_probe(spent)
     readings: list[Reading] = []
     for index, (label, probe) in enumerate(probes.items()):
         progress(label, index, len(probes))

@@ -12,7 +12,7 @@ import torch
 from benchmarks.decoder_engine import DecoderEngine, Sequences, Step, make_caches, no_attention, plain_step
 from benchmarks.torch_decoder import DecoderConfig, MoeDecoder, reference_attention
 from vllm_moe_lightning.config import parse_options
-from vllm_moe_lightning.device import EmulatedDevice
+from vllm_moe_lightning.device import Device, EmulatedDevice
 from vllm_moe_lightning.kv_cache_type import ElementKind
 
 DEFAULT = DecoderConfig()
@@ -37,14 +37,14 @@ def steps_of(lens: Sequence[Sequence[int]] = STEPS, config: DecoderConfig = DEFA
 def make_engine(
     config: DecoderConfig = DEFAULT,
     *,
-    device: dict[str, Any] | None = None,
+    device: dict[str, Any] | Device | None = None,
     kind: ElementKind | None = None,
     **options: Any,
 ) -> DecoderEngine:
-    """`device`: arguments of EmulatedDevice; `options`: moe_lightning's. Close it, or use it as a context."""
-    made = EmulatedDevice(**(device or {}))
+    """`device`: one, or arguments of EmulatedDevice; `options`: moe_lightning's. Close it, or use it as a context."""
+    made = device if isinstance(device, Device) else EmulatedDevice(**(device or {}))
     num_blocks = NUM_SEQS * MAX_LEN // BLOCK_SIZE
-    caches = make_caches(config, num_blocks, BLOCK_SIZE, poison=made.poison, kind=kind)
+    caches = make_caches(config, num_blocks, BLOCK_SIZE, device=made, kind=kind)
     return DecoderEngine(
         MoeDecoder(config), made, parse_options({"page_mib": PAGE_MIB, **options}), max_tokens=128, caches=caches
     )

@@ -59,6 +59,17 @@ def raw(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_a_configuration_as_transformers_hands_it_on_gives_the_same_sizes(name: str, tmp_path: Path) -> None:
+    """An engine plans with that one, and keys have other names in it (Qwen3-MoE: num_local_experts)."""
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text((CONFIGS / f"{name}.json").read_text())
+    handed_on = AutoConfig.from_pretrained(tmp_path, local_files_only=True).to_dict()
+    dtype = raw(name).get("dtype") or raw(name).get("torch_dtype") or "bfloat16"
+    assert spec_from_config({**handed_on, "dtype": dtype}, name) == spec(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_the_published_ones_within_one_percent(name: str) -> None:
     total, expert_gb, projection_gb, kv_bytes = PUBLISHED[name]
     found = spec(name)

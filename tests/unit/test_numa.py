@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_moe_lightning.numa import interleave, nodes_of, parse_list
+from vllm_moe_lightning.numa import interleave, node_of_pci_device, nodes_of, parse_list
 
 
 def test_kernel_lists_are_read() -> None:
@@ -21,6 +21,19 @@ def test_cpus_are_found_at_their_nodes(tmp_path: Path) -> None:
         (folder / "cpulist").write_text(cpus + "\n")
     assert nodes_of([0, 3, 4, 9], tmp_path) == {0: 0, 3: 1, 4: 0, 9: 0}
     assert nodes_of([5], tmp_path / "nowhere") == {5: 0}
+
+
+@pytest.mark.parametrize(("said", "num_nodes", "expected"), [("1\n", 2, 1), ("-1\n", 2, None), ("0\n", 1, None)])
+def test_a_pci_device_s_node_is_the_kernel_s_word_where_there_is_a_choice(
+    tmp_path: Path, said: str, num_nodes: int, expected: int | None
+) -> None:
+    for node in range(num_nodes):
+        (tmp_path / f"sys/devices/system/node/node{node}").mkdir(parents=True)
+    folder = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text(said)
+    assert node_of_pci_device("0000:3B:00.0", tmp_path) == expected
+    assert node_of_pci_device("0000:99:00.0", tmp_path) is None
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no mbind known here")

@@ -1,6 +1,7 @@
 """Streams, events, copies and memory of one device.
 
-`base` is the contract; `emulated` implements it on any CPU; `hazards` checks that every conflict is ordered.
+`base` is the contract; `cuda` implements it on a GPU, `emulated` on any CPU; `hazards` checks that every conflict is
+ordered. Nothing here needs CUDA before a CudaDevice is made.
 """
 
 from vllm_moe_lightning.device.base import (
@@ -14,12 +15,14 @@ from vllm_moe_lightning.device.base import (
     Stream,
     StreamTotals,
 )
+from vllm_moe_lightning.device.cuda import CudaDevice
 from vllm_moe_lightning.device.emulated import EmulatedDevice
 
 __all__ = [
     "Buffer",
     "ComputeStream",
     "CopyStream",
+    "CudaDevice",
     "Device",
     "EmulatedDevice",
     "Event",

@@ -20,6 +20,8 @@ class Event(NamedTuple):
 
     stream: "Stream"
     seq: int
+    handle: object = None
+    """What the device's library knows it by; None where (stream, seq) is all there is."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Stream(ABC):
     """Operations run in the order of submission; `name` is "compute", "d2h", "h2d" or "cpu"."""
 
     name: str
+    wait_s: float
+    """Time that the launching thread was held up by this stream's waits, since the device was made."""
 
     @abstractmethod
     def record_event(self) -> Event:
@@ -118,11 +122,13 @@ class HostTaskStream(Stream):
         `keep_alive` owns the memory that `argument` points into; the stream holds it until the call is done.
         """
 
+    @abstractmethod
+    def fill(self, dst: torch.Tensor, byte: int, *, writes: Sequence[str]) -> None:
+        """Sets every byte of `dst` (contiguous, in host memory) to `byte`. Counts as no task."""
+
 
 class ComputeStream(Stream):
     """The stream of the model's own kernels."""
-
-    wait_s: float  # time blocked in wait_event since the device was made
 
     @abstractmethod
     def span(self, label: str, *, reads: Sequence[str], writes: Sequence[str]) -> AbstractContextManager[None]:
@@ -133,6 +139,9 @@ class Device(ABC):
     """One accelerator (or the emulation of one) with its streams and its memory."""
 
     kind: str  # "emulated" or "cuda"
+    computes_on_launching_thread: bool
+    """If so, whatever a task of compute need not wait for is best launched before it; if not, launching such a task
+    takes no time, and only host tasks that are waited for do."""
     torch_device: torch.device  # of frames, and of the model's tensors
     compute: ComputeStream
     d2h: CopyStream
@@ -158,6 +167,17 @@ class Device(ABC):
     @abstractmethod
     def allocate_host(self, num_bytes: int, name: str) -> Buffer:
         """Host memory in a page-aligned mapping of its own (pinned on CUDA): zeroed, outside the budget."""
+
+    @abstractmethod
+    def pin(self, tensor: torch.Tensor, name: str) -> None:
+        """Host memory that somebody else allocated, until the device is closed: copies to the device may read it.
+
+        Raises PinningError.
+        """
+
+    @abstractmethod
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small tensor of the host's, for the compute stream's kernels; never blocks. Not counted."""
 
     @property
     @abstractmethod
@@ -192,7 +212,7 @@ class Device(ABC):
 
     @abstractmethod
     def drain_records(self) -> list[OperationRecord]:
-        """The records kept so far, by start time; they are forgotten here."""
+        """The records kept so far, by start time; they are forgotten here. May be called from any thread."""
 
     @abstractmethod
     def close(self) -> None:

@@ -13,19 +13,11 @@ from collections.abc import Sequence
 import torch
 
 from vllm_moe_lightning.device.base import Buffer, Device, OperationRecord, StreamTotals
-from vllm_moe_lightning.device.emulated_streams import (
-    TIMINGS,
-    EmulatedComputeStream,
-    EmulatedCopyStream,
-    EmulatedHostTaskStream,
-    NativeStream,
-    Timing,
-)
-from vllm_moe_lightning.device.hazards import HazardChecker
-from vllm_moe_lightning.device.memory import MemoryBudget
+from vllm_moe_lightning.device.emulated_streams import EmulatedComputeStream, EmulatedCopyStream
+from vllm_moe_lightning.device.hazards import STREAM_NAMES, HazardChecker, StreamObserver
+from vllm_moe_lightning.device.memory import POISON_BYTE, MemoryBudget
+from vllm_moe_lightning.device.native_stream import TIMINGS, NativeHostTaskStream, NativeStream, Timing
 from vllm_moe_lightning.errors import DeviceTaskError
-
-POISON_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
 
 
 class EmulatedDevice(Device):
@@ -37,6 +29,7 @@ class EmulatedDevice(Device):
         0..jitter_max_s first, the same for the same seed.
     poison: frames hold NaN bytes when fresh and when released.
     check_hazards: conflicting operations without an event between them raise HazardError when submitted.
+    observer: told of every operation in the checker's place.
     stall_timeout_s: a wait on the host raises DeviceStalledError once no stream has completed anything for so long;
         None: it waits for ever.
     cpus: where the streams' threads may run; None: where the calling thread may.
@@ -44,6 +37,7 @@ class EmulatedDevice(Device):
 
     kind = "emulated"
     torch_device = torch.device("cpu")
+    computes_on_launching_thread = True
 
     def __init__(
         self,
@@ -56,6 +50,7 @@ class EmulatedDevice(Device):
         jitter_max_s: float = 0.002,
         poison: bool = False,
         check_hazards: bool = False,
+        observer: StreamObserver | None = None,
         stall_timeout_s: float | None = None,
         cpus: Sequence[int] | None = None,
     ) -> None:
@@ -72,7 +67,7 @@ class EmulatedDevice(Device):
         self.poison = poison
         self._memory = MemoryBudget(memory_budget_bytes)
         self._frames: dict[str, torch.Tensor] = {}
-        self._hazards = HazardChecker(("compute", "d2h", "h2d", "cpu")) if check_hazards else None
+        self._hazards = observer if observer is not None else HazardChecker(STREAM_NAMES) if check_hazards else None
 
         def link(name: str, bytes_per_s: float | None) -> EmulatedCopyStream:
             return EmulatedCopyStream(
@@ -87,7 +82,7 @@ class EmulatedDevice(Device):
                 cpus=cpus,
             )
 
-        self.cpu: EmulatedHostTaskStream = EmulatedHostTaskStream(
+        self.cpu: NativeHostTaskStream = NativeHostTaskStream(
             "cpu",
             self._hazards,
             timing=timing,
@@ -132,6 +127,12 @@ class EmulatedDevice(Device):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return Buffer(name, torch.frombuffer(mapping, dtype=torch.uint8))
 
+    def pin(self, tensor: torch.Tensor, name: str) -> None:
+        """Nothing: its streams copy whatever memory there is."""
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
     @property
     def stalled(self) -> bool:
         return any(stream.stalled for stream in self._native_streams)
@@ -169,8 +170,8 @@ class EmulatedDevice(Device):
             stream.set_recording(capacity)
 
     def drain_records(self) -> list[OperationRecord]:
-        records = list(self.compute.records)
-        self.compute.records.clear()
+        # One by one: the launching thread may go on meanwhile.
+        records = [self.compute.records.popleft() for _ in range(len(self.compute.records))]
         for stream in self._native_streams:
             records += stream.drain_records()
         return sorted(records, key=lambda record: record.start_s)

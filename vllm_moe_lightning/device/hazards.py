@@ -8,9 +8,11 @@ only a GPU would miss is found here.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from vllm_moe_lightning.errors import HazardError
 
+STREAM_NAMES = ("compute", "d2h", "h2d", "cpu")
 # At this many events, and at each doubling, those that every stream knows of already are dropped.
 NUM_EVENTS_KEPT = 4096
 
@@ -32,8 +34,22 @@ class History:
     reads: dict[str, Access] = field(default_factory=dict)  # newest per stream since last_write
 
 
+class StreamObserver(Protocol):
+    """Told of every submission, in the host's order. An event is (stream, seq)."""
+
+    def operation(self, stream: str, label: str, reads: Iterable[str], writes: Iterable[str]) -> None: ...
+
+    def record_event(self, stream: str, seq: int) -> None: ...
+
+    def wait_event(self, stream: str, event_stream: str, seq: int) -> None: ...
+
+    def synchronize(self, streams: Iterable[str]) -> None: ...
+
+    def forget(self, buffer: str) -> None: ...
+
+
 class HazardChecker:
-    """Told of every submission, in the host's order."""
+    """The observer that refuses what no event orders."""
 
     def __init__(self, streams: Sequence[str]) -> None:
         self._streams = tuple(streams)

@@ -5,6 +5,9 @@ from vllm_moe_lightning.errors import DeviceMemoryError
 CURE = "keep fewer layers resident, allow fewer tokens in a step (--max-num-batched-tokens), or raise the budget"
 
 
+POISON_BYTE = 0xFF  # 0xFFFF and 0xFFFFFFFF are NaN in bfloat16, float16 and float32
+
+
 class MemoryBudget:
     """Counts named allocations; never allocates itself."""
 
@@ -26,8 +29,8 @@ class MemoryBudget:
             raise ValueError(f"{name}: the name is in use by an allocation of {self._allocations[name]} bytes")
         if self.budget_bytes is not None and self.used_bytes + num_bytes > self.budget_bytes:
             raise DeviceMemoryError(
-                f"{name}: {_readable(num_bytes)} do not fit: {_readable(self.used_bytes)} of "
-                f"{_readable(self.budget_bytes)} are in use; {CURE}\n{self.report()}"
+                f"{name}: {readable(num_bytes)} do not fit: {readable(self.used_bytes)} of "
+                f"{readable(self.budget_bytes)} are in use; {CURE}\n{self.report()}"
             )
         self._allocations[name] = num_bytes
 
@@ -44,10 +47,11 @@ class MemoryBudget:
         if self.budget_bytes is not None:
             rows.append(("budget", self.budget_bytes))
         width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {_readable(size):>12}  {size:>16,} bytes" for name, size in rows)
+        return "\n".join(f"{name:<{width}}  {readable(size):>12}  {size:>16,} bytes" for name, size in rows)
 
 
-def _readable(num_bytes: int) -> str:
+def readable(num_bytes: int) -> str:
+    """In the largest unit that it reaches, for messages."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.2f} {unit}"

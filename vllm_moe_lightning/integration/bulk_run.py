@@ -15,9 +15,11 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from vllm_moe_lightning.config import OPTIONS_KEY, parse_options
-from vllm_moe_lightning.engine_plan import PredictedFigures
+from vllm_moe_lightning.engine_plan import PredictedFigures, plan_of
 from vllm_moe_lightning.integration.register import WORKER_CLS
+from vllm_moe_lightning.job_prediction import Job
 from vllm_moe_lightning.pipeline.comparison import AchievedFigures, comparison
+from vllm_moe_lightning.planned_job import predict_planned_job
 
 MIB = 1 << 20
 
@@ -35,6 +37,8 @@ class BulkJob:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     """None: as planned."""
+    kv_cache_dtype: str = "auto"
+    """As for vllm serve."""
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -88,6 +92,7 @@ def run_bulk_job(
         seed=job.seed,
         max_model_len=job.max_model_len,
         max_num_seqs=job.max_num_seqs,
+        kv_cache_dtype=job.kv_cache_dtype,
     )
     is_paged = llm.llm_engine.vllm_config.parallel_config.worker_cls == WORKER_CLS
     if is_paged:
@@ -102,6 +107,8 @@ def run_bulk_job(
     stats = llm.collective_rpc("moe_lightning_stats")[0] if is_paged else {"device": "stock vLLM, nothing paged"}
     texts = [output.outputs[0].text for output in outputs]
     report = _report(job, outputs, duration_s, stats)
+    if is_paged:
+        report["predicted_job"] = _predicted_job(llm.llm_engine.vllm_config, report)
     # Files first: nothing that goes wrong with the screen may lose a long job's answers.
     if output_file is not None:
         output_file.parent.mkdir(parents=True, exist_ok=True)
@@ -145,8 +152,22 @@ def _report(job: BulkJob, outputs: list[Any], duration_s: float, stats: dict[str
     }
 
 
+def _predicted_job(vllm_config: Any, report: dict[str, Any]) -> dict[str, Any] | None:
+    """Of this job, by the number of requests and the mean lengths that came; None without a plan."""
+    from vllm_moe_lightning.integration.planning import rank_of_plan
+
+    plan = plan_of(vllm_config)
+    if plan is None:
+        return None
+    count = report["prompts"]
+    lengths = [max(1, round(report[name] / count)) for name in ("prompt_tokens", "generated_tokens")]
+    spec, machine = rank_of_plan(vllm_config, parse_options(vllm_config.additional_config[OPTIONS_KEY]))
+    figures: dict[str, Any] = msgspec.to_builtins(predict_planned_job(plan, spec, machine, Job(count, *lengths)))
+    return figures
+
+
 def _table(report: dict[str, Any]) -> Table:
-    """One table: speed, and if experts were paged what moved and what was busy, predicted and achieved."""
+    """One table: speed, and if experts were paged what moved and what was busy, predicted for this job and achieved."""
     table = Table("", "predicted", "achieved", title=f"moe_lightning, device: {report['device']}")
     is_paged = "policy" in report
     if is_paged:
@@ -184,7 +205,7 @@ def _paging_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _predicted(report: dict[str, Any]) -> PredictedFigures | None:
-    predicted = report["predicted"]
+    predicted = report["predicted_job"]
     return None if predicted is None else msgspec.convert(predicted, PredictedFigures)
 
 

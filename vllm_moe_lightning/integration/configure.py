@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 
 from vllm_moe_lightning.checkpoint import check_checkpoint
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig, parse_options
+from vllm_moe_lightning.device.factory import refuse_unheeded
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
@@ -57,13 +58,13 @@ def configure(vllm_config: Any) -> None:
     require_ledger()
     options = options_of(vllm_config)
     _refuse_conflicts(vllm_config, options)
-    _refuse_device(options)
+    refuse_device(options)
     refuse_experts_without_kernel(vllm_config.model_config)
     resolve_isa("auto")  # attention needs AVX2 or AVX-512, and the native library
     _check_checkpoint(vllm_config)
     scheduler_cls = _scheduler_cls(vllm_config)
     _refuse_other_classes(vllm_config, scheduler_cls)
-    _refuse_uneven_ranks(vllm_config)
+    refuse_uneven_ranks(vllm_config)
 
     # vLLM runs this again on every copy of the configuration: then there is a plan, and it stays.
     if options.planner == "auto" and plan_of(vllm_config) is None and not plan(vllm_config, options):
@@ -99,7 +100,7 @@ def _refuse_other_classes(vllm_config: Any, scheduler_cls: str) -> None:
         raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
 
 
-def _refuse_uneven_ranks(vllm_config: Any) -> None:
+def refuse_uneven_ranks(vllm_config: Any) -> None:
     """Families that we have no sizes of are left to vLLM's own checks, where a plan does not need the sizes anyway."""
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
     if num_ranks > 1 and vllm_config.model_config.hf_config.model_type in FAMILIES:
@@ -114,32 +115,30 @@ def _check_checkpoint(vllm_config: Any) -> None:
         check_checkpoint(folder, model.hf_config.to_dict(), str(load_format))
 
 
-def _refuse_device(options: MoeLightningConfig) -> None:
+def refuse_device(options: MoeLightningConfig) -> None:
     wanted = options.device
     worker_base()  # names a platform that we do not run on
     if current_platform.is_cpu() and wanted == "cuda":
         raise UnsupportedError("moe_lightning.device is 'cuda', but this vLLM is a CPU build; drop the option")
+    refuse_unheeded("cuda" if is_cuda() else "emulated", options)
     if is_cuda():
-        _refuse_on_cuda(options)
-
-
-def _refuse_on_cuda(options: MoeLightningConfig) -> None:
-    if options.device == "emulated":
-        raise UnsupportedError("moe_lightning.device is 'emulated', but this vLLM is a CUDA build; drop the option")
-    if given := [name for name in ("h2d_gb_per_s", "d2h_gb_per_s") if getattr(options, name) is not None]:
-        raise UnsupportedError(
-            f"moe_lightning.{given[0]} paces the emulated link; a GPU's has the speed it has: drop it"
+        if options.device == "emulated":
+            raise UnsupportedError("moe_lightning.device is 'emulated', but this vLLM is a CUDA build; drop the option")
+        logger.warning(
+            "moe_lightning: the CUDA path has passed every check that needs no GPU, and has not been run on one by its "
+            "developers; run benchmarks/gpu_check.py, and `vllm-moe-lightning check` with your model, before you rely "
+            "on it"
         )
-    logger.warning(
-        "moe_lightning: the CUDA path has passed every check that needs no GPU, and has not been run on one by its "
-        "developers; run benchmarks/gpu_check.py, and `vllm-moe-lightning check` with your model, before you rely on it"
-    )
 
 
 def _refuse_conflicts(vllm_config: Any, options: MoeLightningConfig) -> None:
-    for condition, what, cure in _conflicts(vllm_config, options):
-        if condition:
-            raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
+    for what, cure in conflicts(vllm_config, options):
+        raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
+
+
+def conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[str, str]]:
+    """(what, cure) of all that is asked for and not supported."""
+    return [(what, cure) for is_asked_for, what, cure in _conflicts(vllm_config, options) if is_asked_for]
 
 
 def _has_experts(model_config: Any) -> bool:

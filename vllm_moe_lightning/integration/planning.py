@@ -17,7 +17,12 @@ from vllm.platforms import current_platform
 from vllm_moe_lightning.config import OPTIONS_KEY, MoeLightningConfig
 from vllm_moe_lightning.engine_plan import store_plan
 from vllm_moe_lightning.engine_planning import EnginePlanning, PlannedEngine
-from vllm_moe_lightning.engine_request import EngineRequest, machine_as_it_is_used, machine_within
+from vllm_moe_lightning.engine_request import (
+    EngineRequest,
+    machine_as_it_is_used,
+    machine_under_options,
+    machine_within,
+)
 from vllm_moe_lightning.errors import PolicyInfeasibleError, UnsupportedError
 from vllm_moe_lightning.hardware import GIB, HardwareProfile, read_profile
 from vllm_moe_lightning.hardware_presets import GPU_PRESETS, preset_profile
@@ -31,7 +36,7 @@ from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.plan_table import plan_table
 from vllm_moe_lightning.profile_cache import cache_folder, fingerprint, load_cached
 from vllm_moe_lightning.stock_vllm import StockRun
-from vllm_moe_lightning.tensor_parallel import model_of_rank
+from vllm_moe_lightning.tensor_parallel import machine_of_rank, model_of_rank
 from vllm_moe_lightning.weight_quantisation import cpu_build_bytes, expert_format
 
 logger = init_logger("vllm.vllm_moe_lightning.planning")
@@ -71,7 +76,7 @@ def request_of(vllm_config: Any, options: MoeLightningConfig) -> EngineRequest:
 
 
 def model_spec_of(model_config: Any) -> MoeModelSpec:
-    """With the type that vLLM computes in, which need not be the checkpoint's, and experts as it packs them."""
+    """With the type that vLLM computes in, which need not be the checkpoint's; experts as large as it packs them."""
     raw = {**model_config.hf_config.to_dict(), "dtype": str(model_config.dtype).removeprefix("torch.")}
     try:
         spec = spec_from_config(raw, Path(model_config.model).name)
@@ -108,6 +113,14 @@ def profile_of(hardware: str | None, num_ranks: int) -> HardwareProfile:
             (profile.cpu.memory_bytes - now.cpu.memory_bytes) / GIB,
         )
     return now
+
+
+def rank_of_plan(vllm_config: Any, options: MoeLightningConfig) -> tuple[MoeModelSpec, HardwareProfile]:
+    """(model, machine) of one rank, as an engine is planned for them."""
+    num_ranks = vllm_config.parallel_config.tensor_parallel_size
+    spec = model_spec_of(vllm_config.model_config).with_kv_cache_dtype(vllm_config.cache_config.cache_dtype)
+    machine = machine_of_rank(profile_of(options.hardware, num_ranks), num_ranks)
+    return model_of_rank(spec, num_ranks), machine_under_options(machine, options)
 
 
 def this_machine() -> HardwareProfile:

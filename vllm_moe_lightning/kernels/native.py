@@ -18,7 +18,7 @@ from vllm_moe_lightning.errors import MoeLightningError
 LIBRARY_NAME = "libmoe_lightning_cpu.so"
 # A library at another path, e.g. one built with a sanitizer. Its ABI is checked, its source hash is not.
 LIBRARY_VARIABLE = "MOE_LIGHTNING_CPU_LIBRARY"
-ABI_VERSION = 4
+ABI_VERSION = 5
 REBUILD = "build it again: pip install --no-deps --force-reinstall . (editable: pip install --no-deps -e .)"
 
 TIMING_EAGER, TIMING_LAZY, TIMING_JITTER = 0, 1, 2
@@ -152,6 +152,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     ),
     "mol_stream_fill": (c_int64, [c_void_p, c_void_p, c_int32, c_int64]),
     "mol_stream_call": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64]),
+    "mol_stream_wait_call": (c_int64, [c_void_p, c_void_p, c_void_p, c_int64]),
     "mol_stream_wait": (c_int64, [c_void_p, c_void_p, c_int64]),
     "mol_stream_synchronize": (c_int32, [c_void_p, c_int64, c_double]),
     "mol_stream_get_status": (None, [c_void_p, POINTER(StreamStatus)]),

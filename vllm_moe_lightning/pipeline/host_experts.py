@@ -100,7 +100,6 @@ class HostExperts:
         weights.copy_(request.topk_weights)
         hidden.copy_(request.hidden)
         if self._device.poison:
-            self._output(index, len(request.hidden)).view(torch.uint8).fill_(0xFF)
             request.output.fill_(float("nan"))
 
     def launch(self, key: TaskKey, request: ExpertsRequest) -> None:
@@ -132,14 +131,15 @@ class HostExperts:
     def _compute(self, key: TaskKey, tokens: int) -> None:
         self.num_tasks += 1
         ids, weights, hidden = self._parts(self._down_host, key.index, tokens)
-        task = ExpertFfnTask(
-            self._experts_of(key.layer), hidden, ids, weights, self._output(key.index, tokens), pool=self._pool
-        )
+        output, output_name = self._output(key.index, tokens), f"experts_out_host[{key.index}]"
+        if self._device.poison:
+            self._device.cpu.fill(output, 0xFF, writes=[output_name])
+        task = ExpertFfnTask(self._experts_of(key.layer), hidden, ids, weights, output, pool=self._pool)
         self._device.cpu.call(
             task.function,
             task.argument,
             str(key),
             keep_alive=task,
             reads=[f"experts_in_host[{key.index}]"],
-            writes=[f"experts_out_host[{key.index}]"],
+            writes=[output_name],
         )

@@ -181,6 +181,18 @@ def test_a_fill_sets_bytes_and_counts_as_no_copy(streams: Streams) -> None:
     assert (totals.num_copies, totals.num_bytes) == (0, 0)
 
 
+def test_a_call_that_waits_counts_for_nothing_but_its_failure(streams: Streams) -> None:
+    stream = streams.make()
+    streams.library.mol_stream_set_recording(stream, 8)
+    slow = native.CallFunction(lambda _: time.sleep(0.01) or native.ERROR_INJECTED)
+    seq = streams.library.mol_stream_wait_call(stream, slow, None, 3)
+    assert streams.synchronize(stream, seq) == native.ERROR_INJECTED
+    totals = native.StreamTotals()
+    streams.library.mol_stream_get_totals(stream, ctypes.byref(totals))
+    assert (totals.num_calls, totals.busy_ns) == (0, 0)
+    assert streams.records(stream) == []
+
+
 def test_the_first_failure_is_reported_once_and_the_stream_goes_on(streams: Streams) -> None:
     stream = streams.make()
     streams.call(stream, lambda: native.ERROR_INJECTED)

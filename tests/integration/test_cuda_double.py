@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole engine on the CUDA device, a double in CUDA's place: the same tokens, and a proof from the log of its calls
+that streams and events alone order every conflict. What only a GPU can show is left to benchmarks/gpu_check.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.engine import Job
+from tests.helpers.oracle import assert_same_tokens
+from tests.helpers.paging import reconfigured, run_paged
+from tests.helpers.prompts import standard_prompts
+
+pytestmark = pytest.mark.integration
+
+PRELOAD = ["tests.helpers.cuda_double_in_vllm:device_is_cuda"]
+NUM_PROMPTS = 10
+
+VARIANTS = {
+    "attention on the CPU": {},
+    "prompts on the device": {"prefill_attention": "device", "prefill_context": "link", "num_resident_layers": 1},
+    "attention on the device": {"attention": "device"},
+    "experts on the CPU": {"experts": "cpu"},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_engine_on_cuda_streams_gives_the_same_tokens_and_every_conflict_is_ordered(variant, checkpoint, hf_result):
+    prompts, options = standard_prompts(NUM_PROMPTS), VARIANTS[variant]
+    counts = (1,) if variant == "attention on the device" else (1, 3)
+    jobs = [Job(prompts, {"max_tokens": 8}, before=reconfigured(num_micro_batches=n)) for n in counts]
+    chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 9}
+    result = run_paged(
+        checkpoint("qwen2_moe"), jobs, options=options, debug={"poison": True}, preload=PRELOAD, engine_args=chunked
+    )
+    oracle = hf_result("qwen2_moe", num_prompts=NUM_PROMPTS)
+    for job in result.jobs:
+        assert_same_tokens(job.token_ids, _first(oracle, 8), variant)
+        (stats,) = job.stats
+        assert stats["device"] == "cuda"
+        assert stats["proof"] == ""
+        assert stats["num_calls"] > 100
+        assert stats["pinned"] > 0
+        assert (stats["bytes_paged"] == 0) == (variant == "experts on the CPU")
+
+
+def test_the_proof_fails_where_a_wait_is_removed(checkpoint):
+    job = Job(standard_prompts(4), {"max_tokens": 4}, before=reconfigured(num_micro_batches=2))
+    debug = {"remove_wait": "weight_page<-post_attention"}
+    result = run_paged(checkpoint("qwen2_moe"), [job], debug=debug, preload=PRELOAD)
+    assert "slot" in result.jobs[0].stats[0]["proof"]
+
+
+def _first(oracle, num_tokens):
+    return replace(oracle, token_ids=[ids[:num_tokens] for ids in oracle.token_ids])
