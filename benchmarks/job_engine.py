@@ -1,41 +1,24 @@
-"""A vLLM engine in a process of its own that runs jobs when told: the arms of benchmarks/job_throughput.py.
-
-Several engines are alive at once and take turns, so that the machine's other load meets them alike. Processes are
-forked from a server that has imported vLLM once.
-"""
+"""A vLLM engine in a process of its own that runs jobs when told: the arms of benchmarks/job_throughput.py."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.cpu_clock import CpuClock
+from benchmarks.engine_process import EngineProcess, serve_orders
 from vllm_moe_lightning.engine_plan import EnginePlan
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.job_prediction import Job
 from vllm_moe_lightning.model_spec import MoeModelSpec
 
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker in this very process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",  # the emulated device computes on one thread; attention and copies have others
-    "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",  # each start warns of the tokenizer that there is not
-}
 WORKER_CLS = "vllm_moe_lightning.worker.MoELightningWorker"
-PRELOADED = ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"]
 BUSY_KEYS = {"gpu": "gpu_busy", "cpu": "cpu_attention_busy", "h2d": "link_busy", "d2h": "d2h_busy"}
-SHUTDOWN_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -61,52 +44,18 @@ class JobRun:
     """Of the engine's streams, by resource, during the job."""
 
 
-class EngineProcess:
+class JobEngine(EngineProcess):
     """One engine. Raises RuntimeError with the engine's own words if it does not start."""
 
+    started: Started
+
     def __init__(self, model: Path, options: Mapping[str, Any], engine_args: Mapping[str, Any]) -> None:
-        os.environ.update(ENVIRONMENT)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        self._connection, theirs = context.Pipe()
-        arguments = (theirs, str(model), dict(options), dict(engine_args))
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
-        theirs.close()
-        try:
-            self.started: Started = self._answer()
-        except RuntimeError:
-            self.close()
-            raise
+        super().__init__(_serve, str(model), dict(options), dict(engine_args))
 
     def run(self, job: Job, batch_size: int | None = None, seed: int = 0) -> JobRun:
         """Greedy, all requests at once, or in static batches. Raises RuntimeError if the engine fails."""
-        self._connection.send((job, batch_size, seed))
-        run: JobRun = self._answer()
+        run: JobRun = self.ask((job, batch_size, seed))
         return run
-
-    def _answer(self) -> Any:
-        try:
-            answer = self._connection.recv()
-        except EOFError:
-            raise RuntimeError(f"the engine process ended (exit code {self._process.exitcode})") from None
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        return answer
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.join(SHUTDOWN_S)
-        if self._process.is_alive():
-            self._process.kill()
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _serve(connection: Connection, model: str, options: dict[str, Any], engine_args: dict[str, Any]) -> None:
@@ -146,15 +95,8 @@ def _serve(connection: Connection, model: str, options: dict[str, Any], engine_a
         )
     )
     vocab = config.model_config.get_vocab_size()
-    while True:
-        try:
-            job, batch_size, seed = connection.recv()
-        except EOFError:
-            os._exit(0)  # the engine's own shutdown takes a second and frees nothing that ends with us
-        try:
-            connection.send(_run(llm, job, batch_size, seed, vocab))
-        except (MoeLightningError, ValueError, RuntimeError) as error:
-            connection.send(f"{type(error).__name__}: {error}")
+    failures = (MoeLightningError, ValueError, RuntimeError)
+    serve_orders(connection, lambda order: _run(llm, *order, vocab), failures)
 
 
 def _stats(llm: Any) -> dict[str, Any]:

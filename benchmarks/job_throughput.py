@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.job_checkpoint import CheckpointShape, write_checkpoint
-from benchmarks.job_engine import EngineProcess, JobRun
+from benchmarks.job_engine import JobEngine, JobRun
 from benchmarks.job_rows import (
     ARMS,
     BLOCK_SIZE,
@@ -83,8 +83,8 @@ class Engines:
         lengths = {"expected_prompt_tokens": job.prompt_len, "expected_generation_tokens": job.gen_len}
         return {**lengths, **self._device}
 
-    def _start(self, options: Mapping[str, Any], limits: Mapping[str, Any]) -> EngineProcess:
-        return self._stack.enter_context(EngineProcess(self._model, options, {**self._engine_args, **limits}))
+    def _start(self, options: Mapping[str, Any], limits: Mapping[str, Any]) -> JobEngine:
+        return self._stack.enter_context(JobEngine(self._model, options, {**self._engine_args, **limits}))
 
     def _start_phased(self) -> None:
         """With room for all prompts of a batch in one sweep; or for half of them, and so on."""

@@ -28,6 +28,7 @@ from rich.table import Table
 
 from benchmarks.decoder_engine import DecoderEngine, Sequences, make_caches
 from benchmarks.machine import commit
+from benchmarks.round_figures import ratios, spread
 from benchmarks.torch_decoder import DecoderConfig, MoeDecoder
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device import EmulatedDevice
@@ -35,7 +36,9 @@ from vllm_moe_lightning.host_limits import cpu_name
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
 from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
 from vllm_moe_lightning.pipeline.simulator import SimulatedSweep, simulate
-from vllm_moe_lightning.pipeline.tasks import Resource, Task
+from vllm_moe_lightning.pipeline.tasks import Task
+from vllm_moe_lightning.pipeline.trace import TraceSpan
+from vllm_moe_lightning.resources import Resource
 
 SCHEDULES = ("cgopipe", "serial", "s2", "s3", "s4")
 STREAM_OF = {Resource.GPU: "compute", Resource.D2H: "d2h", Resource.CPU: "cpu", Resource.H2D: "h2d"}
@@ -95,13 +98,16 @@ class Rounds:
     busy_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     wait_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     task_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    last_step: list[TraceSpan] = field(default_factory=list)
+    """What the streams did in the last step of all, from its own begin on."""
+
+    def over_busiest(self) -> list[float]:
+        """Step time over the busiest resource's, of each round."""
+        return [step / max(values[index] for values in self.busy_s.values()) for index, step in enumerate(self.step_s)]
 
     def row(self, predicted_s: float) -> dict[str, Any]:
         step_s = statistics.median(self.step_s)
         busy_s = {name: statistics.median(values) for name, values in self.busy_s.items()}
-        over_busiest = statistics.median(
-            step / max(values[index] for values in self.busy_s.values()) for index, step in enumerate(self.step_s)
-        )
         return {
             "step_s": step_s,
             "step_s_spread": [min(self.step_s), max(self.step_s)],
@@ -109,10 +115,11 @@ class Rounds:
             "busy_s": busy_s,
             "utilisation": {name: value / step_s for name, value in busy_s.items()},
             "busiest_resource": max(busy_s, key=lambda name: busy_s[name]),
-            "step_over_busiest_resource": over_busiest,
+            "step_over_busiest_resource": statistics.median(self.over_busiest()),
             "wait_s": {name: statistics.median(values) for name, values in self.wait_s.items()},
             "predicted_step_s": predicted_s,
             "achieved_over_predicted": step_s / predicted_s,
+            "spans": [[span.row, span.label, round(span.start_s, 6), round(span.end_s, 6)] for span in self.last_step],
         }
 
 
@@ -153,6 +160,7 @@ class Bench:
         executor.counters = PipelineCounters()
         before, started_s = device.totals(), time.monotonic()
         for _ in range(num_steps):
+            last_began_s = time.monotonic()
             engine.step(self.step)
         elapsed_s = time.monotonic() - started_s
         device.synchronize()
@@ -162,8 +170,14 @@ class Bench:
             rounds.busy_s[name].append((after[name].busy_s - before[name].busy_s) / num_steps)
         for name, wait_s in executor.counters.wait_s.items():
             rounds.wait_s[name].append(wait_s / num_steps)
-        for record in device.drain_records():
+        records = device.drain_records()
+        for record in records:
             rounds.task_s[record.label].append(record.end_s - record.start_s)
+        rounds.last_step = [
+            TraceSpan(r.stream, r.label, r.start_s - last_began_s, r.end_s - last_began_s)
+            for r in records
+            if r.start_s >= last_began_s
+        ]
 
     def calibrated_bytes_per_s(self, num_steps: int) -> float:
         """The link speed at which a step's pages take as long as its compute does now."""
@@ -217,17 +231,18 @@ def run(
             experts_mb = engine.store.host_bytes / 1e6
     rows = {schedule: measured[schedule].row(simulated[schedule].duration_s) for schedule in SCHEDULES}
 
-    def over_cgopipe(schedule: str) -> float:
-        """Median over the rounds, each of which holds both at one link speed and close in time."""
-        pairs = zip(measured[schedule].step_s, measured["cgopipe"].step_s, strict=True)
-        return statistics.median(other / ours for other, ours in pairs)
-
+    # Each round holds both at one link speed and close in time.
+    over_cgopipe = {name: ratios(measured[name].step_s, measured["cgopipe"].step_s) for name in SCHEDULES[1:]}
     cgopipe, model = rows["cgopipe"], workload.model
     result = {
         "summary": {
             "device": "emulated",
             "cgopipe_over_busiest_resource": cgopipe["step_over_busiest_resource"],
-            **{f"{schedule}_over_cgopipe": over_cgopipe(schedule) for schedule in SCHEDULES[1:]},
+            **{f"{schedule}_over_cgopipe": over["median"] for schedule, over in over_cgopipe.items()},
+            "spreads": {
+                "cgopipe_over_busiest_resource": spread(measured["cgopipe"].over_busiest())["spread"],
+                **{f"{schedule}_over_cgopipe": over["spread"] for schedule, over in over_cgopipe.items()},
+            },
             "cgopipe_step_s": cgopipe["step_s"],
             "cgopipe_busiest_resource": cgopipe["busiest_resource"],
             "cgopipe_percent_of_bound": 100 / cgopipe["step_over_busiest_resource"],
