@@ -265,3 +265,44 @@ def test_the_prefill_share_follows_the_requests_that_come_and_says_so_once(trace
     lines = [line for line in traces[1].splitlines() if "prompt tokens beside the decoding ones" in line]
     (line,) = lines
     assert "160 prompt and 22 generated" in line
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_published_counts_are_those_of_the_steps(name, trace):
+    for seed in range(6):
+        steps, requests = trace(f"random {seed}, {name}"), random_requests(seed)
+        metrics = steps["idle_metrics"]
+        tokens = sum(sum(step["tokens"].values()) for step in steps["steps"])
+        assert metrics["requests_admitted"] == len(requests)
+        assert metrics["preemptions"] == 0
+        assert metrics["scheduled_tokens prefill"] + metrics["scheduled_tokens decode"] == tokens
+        if seed not in (3, 4):  # no prefix hits
+            assert metrics["scheduled_tokens prefill"] == sum(request["prompt"] for request in requests)
+    assert trace(f"huge, {name}")["metrics"]["long_prompts_passed_over"] == 0
+    passed_over = [trace(f"random {seed}, {name}")["metrics"]["long_prompts_passed_over"] for seed in range(6)]
+    assert max(passed_over) > 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_waits_for_blocks_and_preemptions_are_published(name, trace):
+    worst_case, vllm = trace(f"tight, worst_case, {name}"), trace(f"tight, vllm, {name}")
+    # Four start, and whenever some end, as many do and the one behind them waits.
+    assert len(TIGHT) / 4 - 1 <= worst_case["idle_metrics"]["requests_kept_waiting_for_kv"] <= len(TIGHT) - 4
+    for steps in (worst_case, vllm):
+        metrics = steps["idle_metrics"]
+        assert metrics["kv_wait_seconds"] > 0
+        assert metrics["preemptions"] == steps["preemptions"]
+        assert metrics["requests_admitted"] == len(TIGHT) + steps["preemptions"]
+
+
+def test_gauges_of_the_scheduler_go_back_to_zero(trace):
+    steps = trace("tight, worst_case, MoELightningScheduler")
+    assert steps["metrics"]["kv_reserved_ratio"] > 0
+    assert steps["metrics"]["step_tokens"] > 0
+    for gauge in ("kv_reserved_ratio", "step_tokens", "requests_waiting_for_kv"):
+        assert steps["idle_metrics"][gauge] == 0
+
+
+def test_a_new_prefill_share_is_counted(trace):
+    assert trace("re-planned")["metrics"]["prefill_share_replans"] == 1
+    assert trace("planned")["metrics"]["prefill_share_replans"] == 0
