@@ -62,15 +62,17 @@ def _starts(query_lens: Sequence[int]) -> torch.Tensor:
 
 
 class Sequences:
-    """Sequences that grow step by step, each over its own blocks, dealt out at random as a block manager would."""
+    """Sequences that grow step by step, each over its own blocks, dealt out at random as a block manager would; seed
+    None: in order."""
 
-    def __init__(self, num_seqs: int, max_len: int, block_size: int = 16, seed: int = 0) -> None:
+    def __init__(self, num_seqs: int, max_len: int, block_size: int = 16, seed: int | None = 0) -> None:
         self.block_size = block_size
         blocks_per_seq = -(-max_len // block_size)
         self.num_blocks = num_seqs * blocks_per_seq
-        rng = torch.Generator().manual_seed(seed)
-        dealt = torch.randperm(self.num_blocks, generator=rng).to(torch.int32)
-        self._block_table = dealt.view(num_seqs, blocks_per_seq)
+        dealt = torch.arange(self.num_blocks)
+        if seed is not None:
+            dealt = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(seed))
+        self._block_table = dealt.to(torch.int32).view(num_seqs, blocks_per_seq)
         self.lens = [0] * num_seqs
 
     def step(self, query_lens: Sequence[int], token_ids: torch.Tensor) -> Step:
@@ -141,7 +143,7 @@ class DecoderEngine:
         self.caches = caches
         self.pool = AttentionPool(options.attention_threads or 1, attention_cpus)
         host = HostAttention(device, self.pool, max_tokens, config.qkv_bytes_per_token, attention_fault(options.debug))
-        self._cpu_path = CpuAttentionPath(host)
+        self._cpu_path = CpuAttentionPath(host, lambda layer: self.caches[layer])
         self._device_path = DeviceAttentionPath(host, device, lambda layer: self.caches[layer])
         self.executor = PipelineExecutor(
             device, self.store, self._path_for, config.num_layers, self.policy, options.debug.remove_wait

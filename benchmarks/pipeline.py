@@ -36,8 +36,9 @@ from vllm_moe_lightning.host_limits import cpu_name
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
 from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
 from vllm_moe_lightning.pipeline.simulator import SimulatedSweep, simulate
-from vllm_moe_lightning.pipeline.tasks import Resource, Task
+from vllm_moe_lightning.pipeline.tasks import Task
 from vllm_moe_lightning.pipeline.trace import TraceSpan
+from vllm_moe_lightning.resources import Resource
 
 SCHEDULES = ("cgopipe", "serial", "s2", "s3", "s4")
 STREAM_OF = {Resource.GPU: "compute", Resource.D2H: "d2h", Resource.CPU: "cpu", Resource.H2D: "h2d"}

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from benchmarks.decoder_engine import DecoderEngine, Step
 from vllm_moe_lightning.pipeline.schedule import Schedule
 from vllm_moe_lightning.pipeline.simulator import simulate
-from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName
+from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName
+from vllm_moe_lightning.resources import Resource
 
 COPIES = (TaskName.WEIGHT_PAGE, TaskName.HIDDEN_LOAD, TaskName.QKV_OFFLOAD)
 NUM_PASSES = 4

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_moe_lightning.checkpoint_layers import (
+    incomplete_experts,
     incomplete_layers,
     missing_at_top,
     unknown_experts,
@@ -23,6 +24,7 @@ from vllm_moe_lightning.checkpoint_layers import (
     wrong_shapes,
 )
 from vllm_moe_lightning.errors import CheckpointError
+from vllm_moe_lightning.weight_quantisation import format_of, leaves_out
 
 CHECKED_LOAD_FORMATS = ("auto", "hf", "safetensors")
 CURE = "fetch the checkpoint again"
@@ -68,8 +70,11 @@ def check_checkpoint(folder: Path, config: Mapping[str, Any], load_format: str =
     optional = (".inv_freq", "lm_head.weight") if is_tied else (".inv_freq",)
     _refuse_missing(folder, [name for name in indexed if name not in tensors and not name.endswith(optional)])
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if config.get("quantization_config"):  # packed weights and scales have names and shapes of their own
+    if raw := config.get("quantization_config"):  # packed weights and scales have names and shapes of their own
+        parts = format_of(raw).tensors
         _refuse_missing(folder, unlike_experts(shapes))
+        missing = incomplete_experts(shapes, config, lambda name: ("weight",) if leaves_out(raw, name) else parts)
+        _refuse_missing(folder, missing)
         return
     if packed := [name for name, tensor in tensors.items() if tensor.dtype in PACKED and name.endswith(WEIGHTS)]:
         raise CheckpointError(

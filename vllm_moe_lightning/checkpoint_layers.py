@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,6 +153,27 @@ def incomplete_layers(shapes: Shapes, config: Mapping[str, Any]) -> list[str]:
         prefix = f"{model.layout.stack}.{layer}.{model.layout.experts}."
         missing += [prefix + name for name in _missing_experts(stored, model)]
     return missing + _missing_beside_experts(shapes, model)
+
+
+def incomplete_experts(
+    shapes: Shapes, config: Mapping[str, Any], parts_of: Callable[[str], tuple[str, ...]]
+) -> list[str]:
+    """What the experts of a quantised checkpoint lack. `parts_of` a projection ("...experts.0.up_proj"): the names of
+    its tensors in place of `weight`; none where they are not known."""
+    model = _Model.of(config)
+    if model is None:
+        return []
+    missing = []
+    for layer, stored in model.experts_of(shapes).items():
+        if any(not name[0].isdigit() for name in stored):  # all experts in one tensor: names of its own
+            continue
+        prefix = f"{model.layout.stack}.{layer}.{model.layout.experts}."
+        a_projection = model.layout.projections[0][0].format(0).removesuffix(".weight")
+        for part in parts_of(prefix + a_projection):
+            as_plain = {name.removesuffix(part) + "weight": name for name in stored if name.endswith(f".{part}")}
+            absent = _missing_experts(as_plain, model)
+            missing += [prefix + name.removesuffix("weight") + part for name in absent]
+    return missing
 
 
 def wrong_shapes(shapes: Shapes, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:

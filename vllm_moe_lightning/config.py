@@ -14,8 +14,9 @@ OPTIONS_KEY = "moe_lightning"
 
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
-AdmissionMode = Literal["worst_case", "expected", "vllm"]
+AdmissionMode = Literal["auto", "worst_case", "expected", "vllm"]
 ExpertsPlace = Literal["device", "cpu", "auto"]
+ContextPlace = Literal["auto", "cpu", "link"]
 AttentionPlace = Literal["auto", "cpu", "device"]
 HostMemoryKind = Literal["pinned", "pageable"]
 FaultKind = Literal["raise", "error", "hang", "end_thread"]
@@ -38,6 +39,8 @@ class DebugOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Report every conflicting access that no event orders (device/hazards.py)."""
     remove_wait: str | None = None
     """Skip one kind of wait, named `waiter<-awaited`, for example `hidden_load<-attention`."""
+    zero_page: tuple[NonNegativeInt, NonNegativeInt] | None = None
+    """(decoder layer, page): zeroed in host memory once the weights are loaded."""
     fail_attention_at: PositiveInt | None = None
     """The n-th attention task fails, to show that a failure unwinds cleanly."""
     pin_fail_at: PositiveInt | None = None
@@ -77,17 +80,21 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     device memory, so that only weights are paged. `auto`: whichever is predicted to be faster; unplanned, the CPU."""
     prefill_attention: AttentionPlace = "auto"
     """Of prompts without cached context, where `attention` is on the CPU. `device`: from the keys and values at hand;
-    only these go down to the cache. `auto`: the device on CUDA, the CPU on the emulated device. Rows with context
-    (later chunks of a prompt, prefix hits) are the CPU's."""
+    only these go down to the cache. `auto`: the device on CUDA, the CPU on the emulated device."""
+    prefill_context: ContextPlace = "auto"
+    """Of later chunks of a prompt, and of prompts that begin with a prefix hit. `link`: their context comes up to the
+    device, which attends to them. `auto`: whichever takes less time for the tokens at hand, by the plan; unplanned,
+    and on the emulated device, the CPU."""
     experts: ExpertsPlace = "device"
     """Of streamed layers. `cpu`: computed from the host pages, nothing is streamed. `auto`: layer by layer and sweep by
     sweep, as many on the CPU as the plan says for the tokens at hand: reading an expert there is faster than bringing
     it up where an expert has few tokens. Unquantised SiLU experts only; on the CPU build, with our own kernel."""
     num_resident_layers: NonNegativeInt | None = None
     """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
-    admission: AdmissionMode = "worst_case"
-    """Which KV blocks a request must find free before it starts: those of its longest possible answer, so that none is
-    ever preempted; of the answers to expect by those that came before; or, as vLLM alone does, of its prompt."""
+    admission: AdmissionMode = "auto"
+    """Which KV blocks a request must find free before it starts: those of its longest possible answer (`worst_case`),
+    so that none is ever preempted; of the answers to expect by those that came before; or, as vLLM alone does, of its
+    prompt. `auto`: of its longest possible answer if it says max_tokens, else of the answers to expect."""
     page_mib: PositiveFloat | None = None
     """Size of one transfer. Default: a layer divided by the number of micro-batches, within 1..64 MiB."""
     attention_threads: PositiveInt | None = None
@@ -107,8 +114,10 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     metrics_window_s: PositiveFloat = 10.0
     """What the ratios and rates on /metrics look back over."""
     trace_file: str | None = None
-    """Where a chrome trace of the last sweeps is written when the engine stops or is asked for its statistics."""
+    """Where a chrome trace of the last sweeps is written: when the engine stops, when it is asked for its statistics,
+    and whenever a file of this name with `.request` behind it is made (`vllm-moe-lightning trace FILE --live`)."""
     trace_operations: PositiveInt = 20_000
+    """How many operations each of the four streams keeps for it."""
     debug: DebugOptions = msgspec.field(default_factory=DebugOptions)
 
 

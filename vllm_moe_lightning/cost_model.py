@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -25,6 +24,7 @@ from vllm_moe_lightning.kernel_costs import (
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.pipeline.tasks import Task, TaskName
 from vllm_moe_lightning.policy.policy import MAX_AUTO_PAGE_BYTES, MIN_AUTO_PAGE_BYTES
+from vllm_moe_lightning.resources import HrmResource
 from vllm_moe_lightning.rowwise import larger, rounded_up, smaller
 from vllm_moe_lightning.workload import (
     HrmPolicy,
@@ -38,16 +38,6 @@ from vllm_moe_lightning.workload import (
 
 _Key = TypeVar("_Key")
 TINY_S = 1e-30  # keeps a ratio of two times that are both zero from dividing by it
-
-
-class HrmResource(StrEnum):
-    GPU = "gpu"
-    CPU = "cpu"
-    H2D = "h2d"
-    D2H = "d2h"
-    HOST_MEMORY = "host_memory"
-    """The bus that CPU attention and both directions of the link share."""
-    DISK = "disk"
 
 
 @dataclass(frozen=True)

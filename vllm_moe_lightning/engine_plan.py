@@ -63,6 +63,8 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """All other weights, per rank."""
     hardware: str = ""
     """Name of the machine that was planned for."""
+    context_query_tokens: int = 0
+    """New tokens of a row with cached context from which on the context comes up to the device. 0: never."""
     cpu_expert_layers: list[tuple[int, int]] = []
     """(most tokens of a sweep, streamed layers whose experts the CPU computes then), ascending; beyond: none."""
     reasons: dict[str, str] = {}

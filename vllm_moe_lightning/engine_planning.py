@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as replace_struct
 
+from vllm_moe_lightning.context_place import context_query_tokens
 from vllm_moe_lightning.engine_plan import GIVEN, PLANNED, EnginePlan, PredictedFigures
 from vllm_moe_lightning.engine_request import (
     NULL_BLOCKS,
@@ -25,7 +26,7 @@ from vllm_moe_lightning.errors import PolicyInfeasibleError
 from vllm_moe_lightning.experts_place import cpu_expert_layers
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.policy.grid import PlanLimits
+from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.policy import page_bytes_for
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
 from vllm_moe_lightning.row_costs import query_token_cost
@@ -261,6 +262,7 @@ class EnginePlanning:
             query_token_cost=query_token_cost(self.spec, self.machine, choice, steady_load(work, choice)),
             kv_bytes=given.kv_bytes or int(blocks * self.block_bytes),
             num_resident_layers=int(choice.num_resident_layers),
+            context_query_tokens=context_query_tokens(self.spec, self.machine),
             cpu_expert_layers=self._cpu_expert_layers(choice, work, given.max_num_batched_tokens or num_seqs),
             block_size=request.block_size,
             num_kv_blocks=blocks,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vllm_moe_lightning.cost_model import HrmResource, sweep_cost
+from vllm_moe_lightning.cost_model import sweep_cost
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.kernel_costs import Machine, experts_work
 from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.resources import HrmResource
 from vllm_moe_lightning.workload import HrmPolicy, SweepLoad
 
 WORTH_IT = 0.9

@@ -43,10 +43,11 @@ def memlock_bytes() -> int | None:
 
 
 def total_memory_bytes(root: Path = ROOT) -> int:
-    return _meminfo_bytes("MemTotal", root)
+    return meminfo_bytes("MemTotal", root)
 
 
-def _meminfo_bytes(name: str, root: Path) -> int:
+def meminfo_bytes(name: str, root: Path = ROOT) -> int:
+    """A line of /proc/meminfo, as MemTotal or SwapFree. Raises ValueError where it has none of that name."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         key, _, value = line.partition(":")
         if key == name:
@@ -70,7 +71,7 @@ def available_memory_bytes(num_nodes: int | None = None, root: Path = ROOT) -> i
 
     num_nodes: only that many NUMA nodes will be used, the emptiest; None: all.
     """
-    available = [_meminfo_bytes("MemAvailable", root)]
+    available = [meminfo_bytes("MemAvailable", root)]
     if num_nodes is not None and (nodes := sorted(_available_bytes_by_node(root), reverse=True)):
         available.append(sum(nodes[:num_nodes]))
     for folder in _cgroup_folders("memory", root):

@@ -14,6 +14,7 @@ import msgspec
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.model_spec import AttentionSpec, MoeModelSpec, WeightWidths
+from vllm_moe_lightning.weight_quantisation import attention_projection, expert_projection, leaves_out
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "auto": 2}
 
@@ -117,7 +118,7 @@ def _dbrx(config: _Config) -> dict[str, Any]:
 def _olmoe(config: _Config) -> dict[str, Any]:
     return _common(config) | {
         "num_dense_layers": 0,
-        "num_experts": config.positive("num_experts"),
+        "num_experts": config.positive("num_experts", "num_local_experts"),  # transformers 5 writes the latter
         "top_k": config.positive("num_experts_per_tok"),
         "expert_intermediate": config.positive("intermediate_size"),
         "attention": _grouped_query(config),
@@ -133,7 +134,7 @@ def _qwen_moe(config: _Config) -> dict[str, Any]:
     num_moe = sum((i + 1) % step == 0 and i not in dense_only for i in range(num_layers))
     return common | {
         "num_dense_layers": num_layers - num_moe,
-        "num_experts": config.positive("num_experts"),
+        "num_experts": config.positive("num_experts", "num_local_experts"),  # transformers 5 writes the latter
         "top_k": config.positive("num_experts_per_tok"),
         "expert_intermediate": config.positive("moe_intermediate_size"),
         "shared_intermediate": config.integer("shared_expert_intermediate_size", default=0),
@@ -254,7 +255,13 @@ def _widths(config: _Config) -> WeightWidths:
         raise UnsupportedError(
             f"{config.where}: quantisation {method!r} is not known to the planner; plan with the plain checkpoint"
         )
-    return WeightWidths(width, width, plain, plain)
+
+    def width_of(projection: str) -> float:
+        return plain if leaves_out(raw, projection) else width
+
+    return WeightWidths(
+        width_of(expert_projection(config.raw)), width_of(attention_projection(config.raw)), plain, plain
+    )
 
 
 def spec_from_config(raw: Mapping[str, Any], name: str) -> MoeModelSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm_moe_lightning.engine_plan import EnginePlan
 from vllm_moe_lightning.hardware import MIB
+from vllm_moe_lightning.resources import LABELS
 
 IDLE = 0.005  # shares below this are left out
 
@@ -16,7 +17,7 @@ def plan_table(plan: EnginePlan, model: str, num_ranks: int) -> str:
     ranks = f", each of {num_ranks} ranks" if num_ranks > 1 else ""
     predicted = plan.predicted
     busy = ", ".join(
-        f"{name} {share:.0%}"
+        f"{LABELS[name]} {share:.0%}"
         for name, share in sorted(predicted.busy.items(), key=lambda item: -item[1])
         if share > IDLE
     )
@@ -26,7 +27,7 @@ def plan_table(plan: EnginePlan, model: str, num_ranks: int) -> str:
             *lines,
             f"  predicted: {predicted.generated_tokens_per_s:.1f} generated tokens/s "
             f"({predicted.total_tokens_per_s:.1f} with prompts), a sweep of {predicted.sweep_s:.3g} s; bottleneck "
-            f"{predicted.bottleneck}; busy: {busy}",
+            f"{LABELS[predicted.bottleneck]}; busy: {busy}",
         ]
     )
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import amx_gate
 from tests.helpers.engine import EngineResult, Job, JobResult, Rpc, run_engine
 from tests.helpers.engine_call import PRELOAD
 
@@ -45,10 +46,12 @@ def run_paged(
     )
 
 
-def run_stock(model: Path, jobs: Sequence[Job], **more: Any) -> EngineResult:
-    """Without the plugin, but with the calls of tests/helpers/engine_call.py."""
+def run_stock(model: Path, jobs: Sequence[Job], *, open_gate: bool = False, **more: Any) -> EngineResult:
+    """Without the plugin, but with the calls of tests/helpers/engine_call.py. `open_gate`: see
+    tests/helpers/amx_gate.py."""
     is_dbrx = json.loads((model / "config.json").read_text())["model_type"] == "dbrx"
     names = ["vllm_moe_lightning.integration.dbrx:apply"] if is_dbrx else []  # stock vLLM cannot load it
+    names += [amx_gate.OPEN] if open_gate else []
     return run_engine(model, jobs, plugin=False, preload=[PRELOAD, *names], **more)
 
 
@@ -80,13 +83,17 @@ def page_bytes(page_mib: float = PAGE_MIB) -> int:
     return math.ceil(int(page_mib * MIB) / 4096) * 4096
 
 
-def assert_pages_are_exact(job: JobResult, model: Path, *, resident: Sequence[int] = ()) -> None:
+def assert_pages_are_exact(
+    job: JobResult, model: Path, *, resident: Sequence[int] = (), layer_bytes: Sequence[int] | None = None
+) -> None:
     """Pages moved: every page of every streamed layer once per sweep, and the first layer's again per refill.
 
-    `resident`: decoder layers whose experts stay on the device.
+    `resident`: decoder layers whose experts stay on the device. `layer_bytes`: of each decoder layer's experts, where
+    they are quantised.
     """
     (stats,) = job.stats
-    layer_bytes = [0 if i in resident else n for i, n in enumerate(expert_bytes_per_layer(model))]
+    whole = expert_bytes_per_layer(model) if layer_bytes is None else layer_bytes
+    layer_bytes = [0 if i in resident else n for i, n in enumerate(whole)]
     pages = [math.ceil(num_bytes / page_bytes()) for num_bytes in layer_bytes]
     first = next((layer for layer, count in enumerate(pages) if count), None)
     sweeps, refills = stats["sweeps"] + stats["dummy_sweeps"], stats["refills"]

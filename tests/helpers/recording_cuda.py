@@ -67,6 +67,9 @@ class RecordingCuda:
         self.pinned: dict[int, int] = {}
         self.host_ranges: list[tuple[int, int]] = []
         self.ranges: list[str] = []
+        self.open_ranges: list[str] = []
+        self.is_at_work = False
+        """While a copy runs, whichever thread it was left to."""
         self.node: int | None = None
         self.hang = False
         self._late = late
@@ -152,11 +155,18 @@ class RecordingCuda:
     def copy(self, stream: DoubleStream, dst: torch.Tensor, src: torch.Tensor) -> None:
         assert dst.dtype == src.dtype == torch.uint8
         self._note(stream, src, dst)
-        self._give(stream, lambda: _in_inference(lambda: dst.copy_(src)))
+        self._give(stream, lambda: self._work(lambda: dst.copy_(src)))
 
     def fill(self, stream: DoubleStream, dst: torch.Tensor, byte: int) -> None:
         self._note(stream, None, dst)
-        self._give(stream, lambda: _in_inference(lambda: dst.fill_(byte)))
+        self._give(stream, lambda: self._work(lambda: dst.fill_(byte)))
+
+    def _work(self, action: Callable[[], object]) -> None:
+        """The model's tensors may be of inference mode, and a copy may happen in any thread."""
+        self.is_at_work = True
+        with torch.inference_mode():
+            action()
+        self.is_at_work = False
 
     def _note(self, stream: DoubleStream, src: torch.Tensor | None, dst: torch.Tensor) -> None:
         last = next((call for name, call in reversed(self.log.calls) if name == "operation"), None)
@@ -202,15 +212,10 @@ class RecordingCuda:
 
     def range_push(self, label: str) -> None:
         self.ranges.append(label)
+        self.open_ranges.append(label)
 
     def range_pop(self) -> None:
-        pass
-
-
-def _in_inference(action: Callable[[], object]) -> None:
-    """The model's tensors are of inference mode, and a copy may happen in any thread."""
-    with torch.inference_mode():
-        action()
+        self.open_ranges.pop()
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:

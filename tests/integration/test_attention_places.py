@@ -23,6 +23,7 @@ pytestmark = pytest.mark.integration
 
 ALL_RACE_SWITCHES = {"poison": True, "check_hazards": True, "copy_timing": "lazy"}
 NUM_PROMPTS = 16
+CONTEXT_ORDERS = ((1, "cgopipe"), (3, "cgopipe"), (2, "s3"), (2, "serial"))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -88,3 +89,38 @@ def test_prompts_on_the_device_go_together_with_chunks_and_prefix_hits(checkpoin
         assert_same_tokens(job.token_ids, oracle, "prompts on the device, with context")
         assert_pages_are_exact(job, model)
     assert result.jobs[0].stats[0]["steps"].get("mixed x2", 0) > 0
+
+
+def test_context_that_comes_up_for_prompts_gives_the_same_tokens(checkpoint, hf_result):
+    """Later chunks of prompts and prefix hits, attended to on the device over frames, beside decoding on the CPU."""
+    generator = random.Random(5)
+    unrelated, prefix = ([generator.randrange(256) for _ in range(length)] for length in (200, 150))
+    prompts = [unrelated, *(prefix + prompt for prompt in standard_prompts(10, seed=6, max_tokens=40))]
+    model, oracle = checkpoint("mixtral"), hf_result("mixtral", prompts=prompts)
+    jobs = [Job(prompts, before=reconfigured(num_micro_batches=n, schedule=s)) for n, s in CONTEXT_ORDERS]
+    arguments = {"enable_prefix_caching": True, "max_num_batched_tokens": 64, "max_num_seqs": 9}
+    for prefill in ("cpu", "device"):
+        options = {"prefill_context": "link", "prefill_attention": prefill}
+        result = run_paged(model, jobs, options=options, debug=ALL_RACE_SWITCHES, engine_args=arguments)
+        for job, order in zip(result.jobs, CONTEXT_ORDERS, strict=True):
+            assert_same_tokens(job.token_ids, oracle, f"context over the link, {order}, prompts on the {prefill}")
+            assert_pages_are_exact(job, model)
+            (stats,) = job.stats
+            # Beside the pages and the results of the CPU's attention, context was on the link.
+            assert stats["link_bytes"] > stats["bytes_paged"]
+            assert "kv_load" in " ".join(stats["wait_s_by_kind"])
+
+
+@pytest.mark.parametrize("wait", ["pre_attention<-kv_load", "kv_load<-pre_attention"])
+def test_a_removed_wait_of_the_context_is_noticed(wait, checkpoint):
+    """The second time all prompts begin with a hit, so that each micro-batch has context to bring up; three ahead, so
+    that the third does so before any result came up on the same stream."""
+    generator = random.Random(5)
+    prefix = [generator.randrange(256) for _ in range(128)]
+    job = Job([prefix + prompt for prompt in standard_prompts(6, seed=6, max_tokens=40)], {"max_tokens": 2})
+    with pytest.raises(EngineFailedError, match="HazardError"):
+        run_paged(
+            checkpoint("mixtral"), [job, job], engine_args={"enable_prefix_caching": True},
+            options={"prefill_context": "link", "num_micro_batches": 3, "lookahead": 3},
+            debug={"remove_wait": wait, "check_hazards": True},
+        )  # fmt: skip

@@ -20,7 +20,7 @@ NUM_PROMPTS = 10
 
 VARIANTS = {
     "attention on the CPU": {},
-    "prompts on the device": {"prefill_attention": "device", "num_resident_layers": 1},
+    "prompts on the device": {"prefill_attention": "device", "prefill_context": "link", "num_resident_layers": 1},
     "attention on the device": {"attention": "device"},
     "experts on the CPU": {"experts": "cpu"},
 }
@@ -31,7 +31,10 @@ def test_the_engine_on_cuda_streams_gives_the_same_tokens_and_every_conflict_is_
     prompts, options = standard_prompts(NUM_PROMPTS), VARIANTS[variant]
     counts = (1,) if variant == "attention on the device" else (1, 3)
     jobs = [Job(prompts, {"max_tokens": 8}, before=reconfigured(num_micro_batches=n)) for n in counts]
-    result = run_paged(checkpoint("qwen2_moe"), jobs, options=options, debug={"poison": True}, preload=PRELOAD)
+    chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 9}
+    result = run_paged(
+        checkpoint("qwen2_moe"), jobs, options=options, debug={"poison": True}, preload=PRELOAD, engine_args=chunked
+    )
     oracle = hf_result("qwen2_moe", num_prompts=NUM_PROMPTS)
     for job in result.jobs:
         assert_same_tokens(job.token_ids, _first(oracle, 8), variant)

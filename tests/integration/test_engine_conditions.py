@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
@@ -12,6 +11,7 @@ from tests.helpers.engine import EngineFailedError, Job, Rpc
 from tests.helpers.oracle import assert_same_tokens
 from tests.helpers.paging import assert_pages_are_exact, reconfigured, run_paged
 from tests.helpers.prompts import standard_prompts
+from vllm_moe_lightning.pipeline.trace import read_chrome_trace
 
 pytestmark = pytest.mark.integration
 BLOCK_BYTES = 4 * 2 * 2 * 32 * 32 * 4  # layers, K and V, heads, tokens, head_dim, float32: the test Mixtral's
@@ -67,8 +67,7 @@ def test_a_trace_is_written_when_the_engine_stops(checkpoint, tmp_path):
         options={"trace_file": str(trace_file)},
         clean_exit=True,
     )
-    spans = [event for event in json.loads(trace_file.read_text())["traceEvents"] if event["ph"] == "X"]
-    names = {event["name"].split("(")[0] for event in spans}
+    names = {span.label.partition("(")[0] for span in read_chrome_trace(trace_file).spans}
     assert names == {
         "pre_attention",
         "qkv_offload",

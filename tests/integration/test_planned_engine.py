@@ -14,6 +14,7 @@ from tests.helpers.prompts import standard_prompts
 from tests.helpers.start_probes import findings, probe
 from vllm_moe_lightning.hardware import profile_to_json
 from vllm_moe_lightning.hardware_presets import preset_profile
+from vllm_moe_lightning.resources import LABELS
 
 pytestmark = pytest.mark.integration
 
@@ -78,7 +79,7 @@ def test_the_flag_alone_plans_and_all_processes_have_the_plan_s_limits(start, hf
     assert printed["max_num_seqs"] == f"{plan['max_num_seqs']} planned"
     assert printed["expected_prompt_tokens"].startswith("205 default")
     assert printed["predicted:"].startswith(f"{plan['predicted']['generated_tokens_per_s']:.1f} generated tokens/s")
-    assert f"bottleneck {plan['predicted']['bottleneck']}" in printed["predicted:"]
+    assert f"bottleneck {LABELS[plan['predicted']['bottleneck']]}" in printed["predicted:"]
 
 
 def test_values_that_the_user_gave_stand(start, tmp_path):

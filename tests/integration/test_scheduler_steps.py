@@ -87,7 +87,7 @@ def traces(checkpoint):
                 config={"policy": "priority"} if seed == 2 else {},
                 enable_prefix_caching=seed in (3, 4),
             )
-        for admission in ("worst_case", "vllm"):
+        for admission in ("auto", "worst_case", "vllm"):
             wanted[f"tight, {admission}, {name}"] = drive(
                 requests=TIGHT, scheduler=name, num_blocks=61, options={"admission": admission}
             )
@@ -99,6 +99,14 @@ def traces(checkpoint):
                 max_num_batched_tokens=256,
                 options={"admission": admission},
             )
+        # max_tokens left open: all that max_model_len leaves.
+        wanted[f"open answers, auto, {name}"] = drive(
+            requests=[{**request, "max_tokens": 419 - 20} for request in SHORT_ANSWERS],
+            scheduler=name,
+            num_blocks=61,
+            max_num_batched_tokens=256,
+            max_model_len=419,
+        )
     wanted["answers grow"] = drive(
         requests=[*SHORT_ANSWERS[:120], *({**request, "length": 390} for request in SHORT_ANSWERS[:80])],
         num_blocks=61,
@@ -200,6 +208,18 @@ def test_admission_by_expectation_runs_more_at_once_and_seldom_preempts(name, tr
     assert len(expected["steps"]) < 0.6 * len(worst_case["steps"])
     assert expected["preemptions"] <= 0.01 * len(SHORT_ANSWERS)
     assert expected["free_after"] == expected["free_before"]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_answers_whose_length_is_left_open_are_admitted_by_expectation_and_others_by_the_worst_case(name, trace):
+    """What happens unless an option says otherwise."""
+    worst_case, open_ones = trace(f"short answers, worst_case, {name}"), trace(f"open answers, auto, {name}")
+    stated = trace(f"tight, auto, {name}")
+    assert max(step["running"] for step in open_ones["steps"]) > 20
+    assert len(open_ones["steps"]) < 0.6 * len(worst_case["steps"])
+    assert open_ones["preemptions"] <= 0.01 * len(SHORT_ANSWERS)
+    assert stated["preemptions"] == 0
+    assert max(step["running"] for step in stated["steps"]) == 60 // 14
 
 
 def test_a_worst_case_far_from_what_happens_is_told_once(traces):

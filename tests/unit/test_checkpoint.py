@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -217,19 +219,67 @@ def test_experts_of_an_unknown_architecture_must_be_alike(tmp_path: Path) -> Non
 
 
 def test_packed_weights_are_not_judged_by_name(tmp_path: Path) -> None:
-    config = {**QWEN, "quantization_config": {"quant_method": "gptq"}}
+    config = {**QWEN, "quantization_config": {"quant_method": "quark"}}
     check_checkpoint(write(tmp_path, {"model.layers.0.mlp.experts.0.gate_proj.qweight": (2, 2)}), config)
 
 
 def test_experts_of_which_some_are_quantised_are_refused_by_name(tmp_path: Path) -> None:
     """B10."""
-    config = {**QWEN, "quantization_config": {"quant_method": "gptq"}}
+    config = {**QWEN, "quantization_config": {"quant_method": "quark"}}
     packed = [f"model.layers.0.mlp.experts.{expert}.up_proj.qweight" for expert in range(3)]
     shapes = dict.fromkeys(packed, (2, 2))
     check_checkpoint(write(tmp_path, shapes), config)
     plain = {packed[2].replace("qweight", "weight"): (2, 2)}
     with pytest.raises(CheckpointError, match=r"lacks .*experts\.2\.up_proj\.qweight"):
         check_checkpoint(write(tmp_path, {**without(shapes, packed[2]), **plain}), config)
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "dynamic": {r"-:.*layers\.0\..*": {}}}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {
+        "group_0": {
+            "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+            "input_activations": {"num_bits": 8, "dynamic": True},
+        }
+    },
+}
+
+
+def quantised_qwen(parts: tuple[str, ...], plain_layers: tuple[int, ...] = ()) -> dict[str, tuple[int, ...]]:
+    """Experts alone: what is beside them is not looked at."""
+    return {
+        f"model.layers.{layer}.mlp.experts.{expert}.{projection}.{part}": (2, 2)
+        for layer in range(QWEN["num_hidden_layers"])
+        for expert in range(QWEN["num_experts"])
+        for projection in ("gate_proj", "up_proj", "down_proj")
+        for part in (("weight",) if layer in plain_layers else parts)
+    }
+
+
+@pytest.mark.parametrize(
+    ("raw", "parts", "plain_layers"),
+    [
+        (GPTQ, ("qweight", "qzeros", "scales"), (0,)),
+        (AWQ, ("qweight", "qzeros", "scales"), ()),
+        (FP8, ("weight", "weight_scale_inv"), ()),
+        (INT8, ("weight", "weight_scale"), ()),
+    ],
+    ids=["gptq", "awq", "fp8", "int8"],
+)
+def test_each_tensor_of_a_quantised_expert_must_be_there(
+    tmp_path: Path, raw: dict[str, Any], parts: tuple[str, ...], plain_layers: tuple[int, ...]
+) -> None:
+    """Also one that all experts lack, which no comparison among them shows."""
+    config, shapes = {**QWEN, "quantization_config": raw}, quantised_qwen(parts, plain_layers)
+    check_checkpoint(write(tmp_path, shapes), config)
+    last = QWEN["num_hidden_layers"] - 1
+    for part in parts:
+        lost = [f"model.layers.{last}.mlp.experts.{n}.down_proj.{part}" for n in range(QWEN["num_experts"])]
+        with pytest.raises(CheckpointError, match=re.escape(f"lacks {lost[0]}")):
+            check_checkpoint(write(tmp_path, without(shapes, *lost)), config)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I8"])

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_moe_lightning.cost_model import (
-    HrmResource,
     JobCost,
     pages_per_layer,
     static_batch_cost,
@@ -30,6 +29,7 @@ from vllm_moe_lightning.memory_model import gpu_memory, host_memory, memory_term
 from vllm_moe_lightning.model_config import read_model_spec
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.simulator import simulate
+from vllm_moe_lightning.resources import HrmResource
 from vllm_moe_lightning.workload import (
     HrmPolicy,
     SweepLoad,

@@ -5,23 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.host_root import ROOT_MOUNT, V2_MOUNT, make_root
 from vllm_moe_lightning import host_limits
 from vllm_moe_lightning.hardware import GIB
-
-V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate"
-ROOT_MOUNT = "23 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw"
-
-
-def make_root(root: Path, mounts: list[str], memberships: str, files: dict[str, str]) -> Path:
-    proc = root / "proc/self"
-    proc.mkdir(parents=True)
-    (proc / "mountinfo").write_text("\n".join(mounts) + "\n")
-    (proc / "cgroup").write_text(memberships)
-    for name, content in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content + "\n")
-    return root
 
 
 def test_v2_takes_the_lowest_limit_of_the_groups_above_it(tmp_path: Path) -> None:

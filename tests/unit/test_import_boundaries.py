@@ -11,14 +11,17 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "vllm_moe_lightning"
 SOURCES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+COMMANDS = ("app", "check", "doctor", "plan", "profile", "run", "trace")
 VLLM_ROOMS = {"integration", "worker.py"}
 INTEGRATION = "vllm_moe_lightning.integration"
 # Plans are made where no torch is installed, and before a process has decided on its device.
 PLANNING_ROOMS = {
     "checkpoint.py",
     "checkpoint_layers.py",
+    "checkpoint_view.py",
     "config.py",
     "cost_model.py",
+    "doctor",
     "engine_plan.py",
     "engine_planning.py",
     "engine_request.py",
@@ -33,23 +36,30 @@ PLANNING_ROOMS = {
     "model_config.py",
     "model_spec.py",
     "paper_model.py",
+    "parity.py",
     "plan_table.py",
     "planned_sweep.py",
     "policy",
     "profile_cache.py",
+    "resources.py",
     "roofline.py",
     "roofline_plot.py",
     "rowwise.py",
     "stock_vllm.py",
     "tensor_parallel.py",
+    "weight_quantisation.py",
     "workload.py",
 }
 PLANNING_FILES = {
     "pipeline/__init__.py",
+    "pipeline/bubbles.py",
     "pipeline/gantt.py",
     "pipeline/schedule.py",
     "pipeline/simulator.py",
     "pipeline/tasks.py",
+    "pipeline/trace.py",
+    "pipeline/trace_summary.py",
+    "pipeline/trace_window.py",
 }
 PLANNING_SOURCES = [path for path in SOURCES if path.parts[0] in PLANNING_ROOMS or path.as_posix() in PLANNING_FILES]
 
@@ -123,7 +133,7 @@ def test_only_the_entry_points_and_the_worker_import_the_integration_room(source
         assert not [name for name in imports_of(source) if is_in(name, INTEGRATION)]
 
 
-@pytest.mark.parametrize("source", ["__init__.py", "cli/app.py", "cli/plan.py", "cli/profile.py"])
+@pytest.mark.parametrize("source", ["__init__.py", *(f"cli/{name}.py" for name in COMMANDS)])
 def test_the_entry_points_import_the_integration_room_only_when_called(source: str) -> None:
     statements = ast.parse((PACKAGE / source).read_text()).body
     at_import = [node for node in statements if not isinstance(node, ast.FunctionDef)]

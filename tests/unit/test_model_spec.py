@@ -59,6 +59,17 @@ def raw(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
+def test_a_configuration_as_transformers_hands_it_on_gives_the_same_sizes(name: str, tmp_path: Path) -> None:
+    """An engine plans with that one, and keys have other names in it (Qwen3-MoE: num_local_experts)."""
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text((CONFIGS / f"{name}.json").read_text())
+    handed_on = AutoConfig.from_pretrained(tmp_path, local_files_only=True).to_dict()
+    dtype = raw(name).get("dtype") or raw(name).get("torch_dtype") or "bfloat16"
+    assert spec_from_config({**handed_on, "dtype": dtype}, name) == spec(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_sizes_are_the_published_ones_within_one_percent(name: str) -> None:
     total, expert_gb, projection_gb, kv_bytes = PUBLISHED[name]
     found = spec(name)
@@ -109,6 +120,18 @@ def test_widths_follow_the_quantisation_and_count_scales() -> None:
     awq = raw("mixtral-8x7b") | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     assert spec_from_config(awq, "m").widths.expert_bytes == pytest.approx((4 + 20 / 128) / 8)
     assert spec_from_config(awq, "m").widths.other_bytes == 2
+
+
+def test_parts_that_a_quantisation_leaves_out_are_as_wide_as_the_model() -> None:
+    method = {"quant_method": "awq", "bits": 4, "group_size": 128}
+    for entry, plain, quantised in (
+        ("self_attn", "linear_bytes", "expert_bytes"),
+        ("experts", "expert_bytes", "linear_bytes"),
+    ):
+        config = raw("mixtral-8x7b") | {"quantization_config": method | {"modules_to_not_convert": [entry]}}
+        widths = spec_from_config(config, "m").widths
+        assert getattr(widths, plain) == 2
+        assert getattr(widths, quantised) < 1
 
 
 def test_an_unknown_quantisation_or_family_is_refused_by_name() -> None:

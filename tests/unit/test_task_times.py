@@ -7,7 +7,8 @@ from benchmarks.predicted_vs_measured import kendall_tau
 from benchmarks.task_times import Plan, TaskRun, TaskTimes, delays_of
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.simulator import simulate
-from vllm_moe_lightning.pipeline.tasks import Resource, TaskName
+from vllm_moe_lightning.pipeline.tasks import TaskName
+from vllm_moe_lightning.resources import Resource
 
 SHAPE = SweepShape(num_layers=4, num_micro_batches=2, pages_per_layer=(2, 2, 2, 2))
 SCHEDULE = make_schedule("cgopipe", SHAPE)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from vllm_moe_lightning.cli.check import check
+from vllm_moe_lightning.cli.doctor import doctor
 from vllm_moe_lightning.cli.plan import explain, plan
 from vllm_moe_lightning.cli.profile import profile
-from vllm_moe_lightning.cli.usage import checked
-from vllm_moe_lightning.errors import MoeLightningError
+from vllm_moe_lightning.cli.run import run
+from vllm_moe_lightning.cli.trace import trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,76 +19,10 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(explain)
 app.command()(profile)
-
-
-class Schedule(StrEnum):
-    cgopipe = "cgopipe"
-    serial = "serial"
-    s2 = "s2"
-    s3 = "s3"
-    s4 = "s4"
-
-
-@app.command()
-def run(
-    model: Annotated[Path, typer.Option(help="Folder of a Hugging Face checkpoint.")],
-    prompts: Annotated[Path, typer.Option(help="Text, a prompt a line (\\n for newlines), or JSONL with 'prompt'.")],
-    report: Annotated[Path | None, typer.Option(help="Where the figures go, as JSON.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Where prompts and answers go, as JSONL.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate per prompt.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
-    seed: Annotated[int, typer.Option()] = 0,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float32 or auto.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(min=1, help="Longest prompt and answer, in tokens.")] = None,
-    hardware: Annotated[
-        str | None, typer.Option(help="GPU preset or profile (JSON) to plan for. Default: this machine.")
-    ] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Sequences in a step. Default: planned.")] = None,
-    kv_cache_gib: Annotated[
-        float | None, typer.Option(min=0.01, help="Host memory for keys and values. Default: planned.")
-    ] = None,
-    num_micro_batches: Annotated[int | None, typer.Option(min=1, help="Default: planned.")] = None,
-    num_resident_layers: Annotated[
-        int | None, typer.Option(min=0, help="MoE layers that stay on the device. Default: planned.")
-    ] = None,
-    page_mib: Annotated[float | None, typer.Option(help="Size of one transfer.")] = None,
-    schedule: Annotated[Schedule, typer.Option()] = Schedule.cgopipe,
-    device_memory_mib: Annotated[float | None, typer.Option(help="Budget of the emulated device.")] = None,
-    h2d_gb_per_s: Annotated[float | None, typer.Option(help="Speed of the emulated link.")] = None,
-    trace_file: Annotated[Path | None, typer.Option(help="Chrome trace of the last sweeps.")] = None,
-    show_texts: Annotated[bool, typer.Option(help="Print the answers.")] = True,
-) -> None:
-    """Answer a file of prompts with the experts paged, and report what moved and what was busy."""
-    from vllm_moe_lightning.integration.bulk_run import BulkJob, prompts_of, run_bulk_job
-
-    given = {
-        "hardware": hardware,
-        "kv_cache_gib": kv_cache_gib,
-        "num_micro_batches": num_micro_batches,
-        "num_resident_layers": num_resident_layers,
-        "page_mib": page_mib,
-        "schedule": None if schedule is Schedule.cgopipe else schedule.value,
-        "device_memory_mib": device_memory_mib,
-        "h2d_gb_per_s": h2d_gb_per_s,
-        "trace_file": None if trace_file is None else str(trace_file.absolute()),
-    }
-    job = BulkJob(
-        model=model,
-        prompts_file=prompts,
-        options={name: value for name, value in given.items() if value is not None},
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-    )
-    prompts_to_answer = checked(lambda: prompts_of(job))
-    try:
-        run_bulk_job(job, prompts_to_answer, report_file=report, output_file=output, show_texts=show_texts)
-    except MoeLightningError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(1) from error
+app.command()(doctor)
+app.command()(run)
+app.command()(trace)
+app.command()(check)
 
 
 def main() -> None:

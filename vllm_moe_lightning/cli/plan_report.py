@@ -11,7 +11,8 @@ from vllm_moe_lightning.memory_model import MemoryNeed
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.search import PlannedPolicy
 from vllm_moe_lightning.policy.sensitivity import MarginalValue
-from vllm_moe_lightning.workload import Workload
+from vllm_moe_lightning.resources import HrmResource, label_of
+from vllm_moe_lightning.workload import HrmPolicy, Workload
 
 GB = 1e9
 BAR_WIDTH = 30
@@ -29,7 +30,7 @@ def show_plan(
     console.print(_policy_table(spec, planned))
     for phase, (sweep, num_sweeps) in planned.phases.items():
         if num_sweeps:
-            console.print(_time_bars(phase, sweep, num_sweeps))
+            console.print(_time_bars(phase, sweep, num_sweeps, planned.policy))
     console.print(
         f"simulated task by task: {simulated_sweep_s:.3f} s a sweep, "
         f"{simulated_sweep_s / planned.cost.decode.time_s:.2f} x the bound (--gantt, --trace)"
@@ -37,7 +38,7 @@ def show_plan(
     console.print(_memory_table(planned.gpu_memory, planned.host_memory))
     if planned.tight_constraints:
         console.print(f"tight: {', '.join(planned.tight_constraints)}")
-    console.print(f"bottleneck: [bold]{planned.bottleneck}[/]")
+    console.print(f"bottleneck: [bold]{_label(planned.bottleneck, planned.policy)}[/]")
     if planned.found_by != "given":
         console.print(
             f"{planned.num_choices} choices, {planned.solve_time_s:.2f} s, by {planned.found_by}", style="dim"
@@ -63,7 +64,11 @@ def _policy_table(spec: MoeModelSpec, planned: PlannedPolicy) -> Table:
     return table
 
 
-def _time_bars(phase: str, sweep: SweepCost, num_sweeps: float) -> Table:
+def _label(resource: HrmResource, policy: HrmPolicy) -> str:
+    return label_of(resource, experts_on_cpu=not policy.ffn_on_gpu)
+
+
+def _time_bars(phase: str, sweep: SweepCost, num_sweeps: float, policy: HrmPolicy) -> Table:
     table = Table(title=f"{phase}: {num_sweeps:g} x {sweep.time_s:.3f} s", title_justify="left", box=None)
     for column in ("resource", "busy"):
         table.add_column(column)
@@ -71,7 +76,7 @@ def _time_bars(phase: str, sweep: SweepCost, num_sweeps: float) -> Table:
     for resource, busy_s in sweep.busy_s.items():
         share = busy_s / sweep.time_s
         style = "bold" if resource is sweep.bottleneck else ""
-        table.add_row(str(resource), "█" * round(share * BAR_WIDTH), f"{busy_s:.3f}", style=style)
+        table.add_row(_label(resource, policy), "█" * round(share * BAR_WIDTH), f"{busy_s:.3f}", style=style)
     return table
 
 
@@ -125,7 +130,7 @@ def show_comparison(
             f"{policy.micro_batch_size}x{policy.num_micro_batches}",
             "GPU" if policy.attention_on_gpu else "CPU",
             f"{policy.num_resident_layers:g}/{spec.num_moe_layers}",
-            str(planned.bottleneck),
+            _label(planned.bottleneck, policy),
             f"{planned.gpu_memory.total_bytes / GB:.1f}",
             f"{planned.host_memory.total_bytes / GB:.1f}",
         )

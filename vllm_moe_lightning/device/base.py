@@ -169,6 +169,13 @@ class Device(ABC):
         """Host memory in a page-aligned mapping of its own (pinned on CUDA): zeroed, outside the budget."""
 
     @abstractmethod
+    def pin(self, tensor: torch.Tensor, name: str) -> None:
+        """Host memory that somebody else allocated, until the device is closed: copies to the device may read it.
+
+        Raises PinningError.
+        """
+
+    @abstractmethod
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small tensor of the host's, for the compute stream's kernels; never blocks. Not counted."""
 
@@ -205,7 +212,7 @@ class Device(ABC):
 
     @abstractmethod
     def drain_records(self) -> list[OperationRecord]:
-        """The records kept so far, by start time; they are forgotten here."""
+        """The records kept so far, by start time; they are forgotten here. May be called from any thread."""
 
     @abstractmethod
     def close(self) -> None:

@@ -125,6 +125,9 @@ class CudaDevice(Device):
     def allocate_host(self, num_bytes: int, name: str) -> Buffer:
         return Buffer(name, self._host_memory.allocate(num_bytes, name))
 
+    def pin(self, tensor: torch.Tensor, name: str) -> None:
+        self._host_memory.pin(tensor, name)
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._runtime.to_device(tensor)
 

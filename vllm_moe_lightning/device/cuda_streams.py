@@ -337,4 +337,6 @@ class CudaHostTaskStream(NativeHostTaskStream):
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor as [num_bytes] uint8."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1:
+        return tensor
     return tensor.detach().view(-1).view(torch.uint8)

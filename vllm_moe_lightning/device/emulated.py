@@ -127,6 +127,9 @@ class EmulatedDevice(Device):
             mapping.madvise(mmap.MADV_HUGEPAGE)
         return Buffer(name, torch.frombuffer(mapping, dtype=torch.uint8))
 
+    def pin(self, tensor: torch.Tensor, name: str) -> None:
+        """Nothing: its streams copy whatever memory there is."""
+
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
@@ -167,8 +170,8 @@ class EmulatedDevice(Device):
             stream.set_recording(capacity)
 
     def drain_records(self) -> list[OperationRecord]:
-        records = list(self.compute.records)
-        self.compute.records.clear()
+        # One by one: the launching thread may go on meanwhile.
+        records = [self.compute.records.popleft() for _ in range(len(self.compute.records))]
         for stream in self._native_streams:
             records += stream.drain_records()
         return sorted(records, key=lambda record: record.start_s)

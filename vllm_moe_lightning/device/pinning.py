@@ -76,13 +76,13 @@ class HostMemory:
                 readable(num_bytes),
             )
         else:
-            self._pin(tensor, name)
+            self.pin(tensor, name)
         return tensor
 
     def allocate_pinned(self, num_bytes: int, name: str) -> torch.Tensor:
         """The same, pinned whatever was asked for."""
         tensor = self._map(num_bytes, name)
-        self._pin(tensor, name)
+        self.pin(tensor, name)
         return tensor
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -127,7 +127,8 @@ class HostMemory:
         except OSError as error:
             logger.warning("moe_lightning: %s is not bound to the GPU's memory node %d: %s", name, self._node, error)
 
-    def _pin(self, tensor: torch.Tensor, name: str) -> None:
+    def pin(self, tensor: torch.Tensor, name: str) -> None:
+        """Contiguous host memory, until `close`. Raises PinningError, with nothing left pinned of it."""
         address, num_bytes = tensor.data_ptr(), tensor.nbytes
         if not num_bytes:
             return

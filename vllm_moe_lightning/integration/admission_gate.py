@@ -41,13 +41,15 @@ class AdmissionGate:
         self._expected: int | None = None
         self.holds_back = False
         """Whether a request was refused in this step, for blocks that running ones may still take."""
+        self.held_back_is_open = False
+        """Whether the last request that was refused had left its max_tokens open."""
         self._allocate_slots = kv_cache_manager.allocate_slots
         if mode != "vllm":
             kv_cache_manager.allocate_slots = functools.partial(_gated, self)
 
     def begin_step(self, running: Iterable[Any]) -> None:
         self.holds_back = False
-        self._expected = self._mix.expected_generation() if self._mode == "expected" else None
+        self._expected = self._mix.expected_generation() if self._mode in ("auto", "expected") else None
         self._headroom = self._kv.block_pool.get_num_free_blocks()
         if self._mode != "vllm":
             self._headroom -= sum(blocks_to_come(self._slots(r), self._held(r), self._groups) for r in running)
@@ -68,9 +70,13 @@ class AdmissionGate:
         if self._mode == "vllm":
             return int(request.num_tokens)
         worst = worst_case_slots(request.num_prompt_tokens, request.max_tokens, self._max_model_len)
-        if self._expected is None:
+        if self._expected is None or (self._mode == "auto" and not self.is_open(request)):
             return worst
         return expected_slots(request.num_prompt_tokens, request.num_tokens, self._expected, self._margin, worst)
+
+    def is_open(self, request: Any) -> bool:
+        """Whether max_tokens was left open: vLLM sets it to all that max_model_len leaves."""
+        return bool(request.num_prompt_tokens + request.max_tokens >= self._max_model_len)
 
     def _held(self, request: Any) -> list[int]:
         """Behind a sliding window a shared block goes without coming back to the pool, so it counts for nothing."""
@@ -90,7 +96,7 @@ class AdmissionGate:
         needed = blocks_to_come(self._slots(request), shared, self._groups)
         # Alone, a request of any permitted length fits: vLLM refuses to start with fewer blocks than max_model_len.
         if needed > self._headroom and not is_idle:
-            self.holds_back = True
+            self.holds_back, self.held_back_is_open = True, self.is_open(request)
             return False
         self._headroom -= needed
         return True

@@ -47,14 +47,20 @@ class HostAttentionMetadata:
     def num_actual_tokens(self) -> int:
         return self.rows.num_tokens
 
-    def select(self, rows: Sequence[int], on_device: Sequence[int], tokens: torch.Tensor) -> HostAttentionMetadata:
+    def select(
+        self, rows: Sequence[int], with_context: Sequence[int], on_device: Sequence[int], tokens: torch.Tensor
+    ) -> HostAttentionMetadata:
         """The metadata of some rows, and of others behind them that the device attends to, whose tokens stand at the
         indices `tokens` of the step."""
-        num_tokens = sum(self.query_lens[row] for row in rows)
-        prompts = self._rows(on_device, tokens[num_tokens:]) if on_device else None
-        order = (*rows, *on_device)
+        order = (*rows, *with_context, *on_device)
+        parts = [sum(self.query_lens[row] for row in group) for group in (rows, with_context, on_device)]
+        of_rows, of_context, of_prompts = tokens.split(parts)
         return HostAttentionMetadata(
-            replace(self._rows(rows, tokens[:num_tokens]), on_device=prompts),
+            replace(
+                self._rows(rows, of_rows),
+                with_context=self._rows(with_context, of_context) if with_context else None,
+                on_device=self._rows(on_device, of_prompts) if on_device else None,
+            ),
             tuple(self.query_lens[row] for row in order),
             tuple(self.seq_lens[row] for row in order),
             self.block_size,

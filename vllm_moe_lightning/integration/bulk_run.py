@@ -37,6 +37,8 @@ class BulkJob:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     """None: as planned."""
+    kv_cache_dtype: str = "auto"
+    """As for vllm serve."""
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -90,6 +92,7 @@ def run_bulk_job(
         seed=job.seed,
         max_model_len=job.max_model_len,
         max_num_seqs=job.max_num_seqs,
+        kv_cache_dtype=job.kv_cache_dtype,
     )
     is_paged = llm.llm_engine.vllm_config.parallel_config.worker_cls == WORKER_CLS
     if is_paged:

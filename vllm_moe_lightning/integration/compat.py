@@ -11,7 +11,7 @@ from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.ledger import LEDGER, TouchedName
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
-CHECKED_VERSIONS = "0.32.0 (run), 0.33.0 (names and parameters read)"
+CHECKED_VERSIONS = "0.32.0 (run), 0.33.0 (names and parameters in its sources)"
 
 
 def require_supported_version() -> None:

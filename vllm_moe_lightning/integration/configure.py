@@ -24,6 +24,7 @@ from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.exposition import open_metrics
 from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.platform import attention_backend, is_cuda, worker_base
+from vllm_moe_lightning.integration.quantised_experts import refuse_experts_without_kernel
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
@@ -57,12 +58,13 @@ def configure(vllm_config: Any) -> None:
     require_ledger()
     options = options_of(vllm_config)
     _refuse_conflicts(vllm_config, options)
-    _refuse_device(options)
+    refuse_device(options)
+    refuse_experts_without_kernel(vllm_config.model_config)
     resolve_isa("auto")  # attention needs AVX2 or AVX-512, and the native library
     _check_checkpoint(vllm_config)
     scheduler_cls = _scheduler_cls(vllm_config)
     _refuse_other_classes(vllm_config, scheduler_cls)
-    _refuse_uneven_ranks(vllm_config)
+    refuse_uneven_ranks(vllm_config)
 
     # vLLM runs this again on every copy of the configuration: then there is a plan, and it stays.
     if options.planner == "auto" and plan_of(vllm_config) is None and not plan(vllm_config, options):
@@ -98,7 +100,7 @@ def _refuse_other_classes(vllm_config: Any, scheduler_cls: str) -> None:
         raise UnsupportedError(f"--scheduler-cls {given} replaces ours; drop it (ours is {scheduler_cls})")
 
 
-def _refuse_uneven_ranks(vllm_config: Any) -> None:
+def refuse_uneven_ranks(vllm_config: Any) -> None:
     """Families that we have no sizes of are left to vLLM's own checks, where a plan does not need the sizes anyway."""
     num_ranks = vllm_config.parallel_config.tensor_parallel_size
     if num_ranks > 1 and vllm_config.model_config.hf_config.model_type in FAMILIES:
@@ -113,7 +115,7 @@ def _check_checkpoint(vllm_config: Any) -> None:
         check_checkpoint(folder, model.hf_config.to_dict(), str(load_format))
 
 
-def _refuse_device(options: MoeLightningConfig) -> None:
+def refuse_device(options: MoeLightningConfig) -> None:
     wanted = options.device
     worker_base()  # names a platform that we do not run on
     if current_platform.is_cpu() and wanted == "cuda":
@@ -130,9 +132,13 @@ def _refuse_device(options: MoeLightningConfig) -> None:
 
 
 def _refuse_conflicts(vllm_config: Any, options: MoeLightningConfig) -> None:
-    for condition, what, cure in _conflicts(vllm_config, options):
-        if condition:
-            raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
+    for what, cure in conflicts(vllm_config, options):
+        raise UnsupportedError(f"moe_lightning does not support {what}; {cure}")
+
+
+def conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[str, str]]:
+    """(what, cure) of all that is asked for and not supported."""
+    return [(what, cure) for is_asked_for, what, cure in _conflicts(vllm_config, options) if is_asked_for]
 
 
 def _has_experts(model_config: Any) -> bool:

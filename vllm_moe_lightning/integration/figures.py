@@ -17,10 +17,10 @@ from vllm_moe_lightning.integration.metrics_file import MetricsFile
 from vllm_moe_lightning.pipeline.comparison import AchievedFigures, achieved_figures
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
 from vllm_moe_lightning.pipeline.window import SlidingWindow
+from vllm_moe_lightning.resources import STREAM_OF
 
 TICK_S = 1.0
 SWEEPS_PER_WINDOW = 3
-STREAM_OF = {"gpu": "compute", "cpu": "cpu", "h2d": "h2d", "d2h": "d2h"}  # by resource
 
 
 class SampledTokens:
@@ -147,7 +147,7 @@ class WorkerFigures:
         rates = self._window.rates(now_s, totals, SWEEPS_PER_WINDOW * counters.last_sweep_s)
         if not self._executor.in_sweep and now_s - counters.last_sweep_ended_s > self._window.window_s:
             rates = dict.fromkeys(rates, 0.0)
-        busy = {resource: min(1.0, rates[f"busy_s {resource}"]) for resource in STREAM_OF}
+        busy = {str(resource): min(1.0, rates[f"busy_s {resource}"]) for resource in STREAM_OF}
         busiest = max(busy, key=lambda resource: busy[resource]) if any(busy.values()) else None
         write = self._file.set
         for direction in ("h2d", "d2h"):

@@ -30,6 +30,16 @@ class _Share:
     metadata: HostAttentionMetadata | None
 
 
+@dataclass(frozen=True)
+class ContextLimits:
+    """Which rows with context the device attends to."""
+
+    least_query_tokens: int
+    """New tokens of a row from which on bringing its context up takes less time than attending on the CPU."""
+    num_blocks: int
+    """Of a frame."""
+
+
 class PipelinedForward:
     """Callable in place of `model.forward`."""
 
@@ -40,11 +50,13 @@ class PipelinedForward:
         executor: PipelineExecutor,
         *,
         prefill_on_device: bool = False,
+        context_limits: ContextLimits | None = None,
         cpu_experts: Callable[[int], frozenset[int]] = lambda num_tokens: frozenset(),
     ) -> None:
         self._cpu_experts = cpu_experts
         self._forward = model.forward
         self._prefill_on_device = prefill_on_device
+        self._context_limits = context_limits
         self._vllm_config = vllm_config
         self._executor = executor
         self._plan = plan_of(vllm_config)
@@ -121,18 +133,20 @@ class PipelinedForward:
         count = self._num_micro_batches(sum(query_lens))
         places, linked = self._splitter.split(StepRows(query_lens, seq_lens, tables), count)
         groups = [[occupied[i] for i in rows] for rows in places]
-        counters.same_step_prefix_hits += linked
+        counters.same_step_prefix_hits += bool(linked)
         counters.steps[f"{_kind(query_lens, seq_lens)} x{len(groups)}"] += 1
+        at_once = {occupied[row] for row in linked}  # rows whose context is written in this very step
         prompts = self._prompts_for_the_device(first, occupied)
-        if len(groups) == 1 and not prompts:
+        with_context = [self._rows_with_context(first, rows, at_once) for rows in groups]
+        if len(groups) == 1 and not prompts and not with_context[0]:
             return [_Share(None, outer, first)]
         shares = []
-        for rows in groups:
+        for rows, context_rows in zip(groups, with_context, strict=True):
             on_device = [row for row in rows if row in prompts]
-            attended = [row for row in rows if row not in prompts]
-            tokens = _tokens_of(first, attended + on_device)
+            attended = [row for row in rows if row not in prompts and row not in context_rows]
+            tokens = _tokens_of(first, attended + context_rows + on_device)
             at_hand = _beside(positions, tokens)
-            selected = {key: entry.select(attended, on_device, tokens) for key, entry in distinct.items()}
+            selected = {k: entry.select(attended, context_rows, on_device, tokens) for k, entry in distinct.items()}
             by_layer = {name: selected[id(entry)] for name, entry in metadata.items()}
             context = create_forward_context(
                 by_layer,
@@ -149,6 +163,21 @@ class PipelinedForward:
         if not self._prefill_on_device or self._executor.policy.schedule == "s4":  # whose frames hold every row
             return set()
         return {row for row in rows if metadata.query_lens[row] == metadata.seq_lens[row]}
+
+    def _rows_with_context(self, metadata: HostAttentionMetadata, rows: list[int], at_once: set[int]) -> list[int]:
+        """Rows whose context comes up for the device, as many as a frame holds, those with most new tokens first."""
+        limits = self._context_limits
+        if limits is None or self._executor.policy.schedule == "s4":
+            return []
+        chosen, num_blocks = list[int](), 0
+        for row in sorted(rows, key=lambda row: -metadata.query_lens[row]):
+            query, seq = metadata.query_lens[row], metadata.seq_lens[row]
+            blocks = -(-seq // metadata.block_size)
+            is_worth_it = limits.least_query_tokens <= query < seq and row not in at_once
+            if is_worth_it and num_blocks + blocks <= limits.num_blocks:
+                chosen.append(row)
+                num_blocks += blocks
+        return sorted(chosen)
 
     def _num_micro_batches(self, num_tokens: int) -> int:
         """As planned, unless the count was changed since."""

@@ -7,6 +7,7 @@ limits are the user's, and where the values go.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from vllm_moe_lightning.plan_table import plan_table
 from vllm_moe_lightning.profile_cache import cache_folder, fingerprint, load_cached
 from vllm_moe_lightning.stock_vllm import StockRun
 from vllm_moe_lightning.tensor_parallel import machine_of_rank, model_of_rank
+from vllm_moe_lightning.weight_quantisation import cpu_build_bytes, expert_format
 
 logger = init_logger("vllm.vllm_moe_lightning.planning")
 
@@ -74,15 +76,17 @@ def request_of(vllm_config: Any, options: MoeLightningConfig) -> EngineRequest:
 
 
 def model_spec_of(model_config: Any) -> MoeModelSpec:
-    """With the type that vLLM computes in, which need not be the checkpoint's."""
+    """With the type that vLLM computes in, which need not be the checkpoint's; experts as large as it packs them."""
     raw = {**model_config.hf_config.to_dict(), "dtype": str(model_config.dtype).removeprefix("torch.")}
     try:
-        return spec_from_config(raw, Path(model_config.model).name)
+        spec = spec_from_config(raw, Path(model_config.model).name)
     except UnsupportedError as error:
         raise UnsupportedError(
             f"{error}; to run it unplanned set moe_lightning.planner to 'off', and num_micro_batches, "
             f"num_resident_layers and --max-num-seqs yourself"
         ) from error
+    packed = cpu_build_bytes(expert_format(raw)) if current_platform.is_cpu() else None
+    return spec if packed is None else replace(spec, widths=replace(spec.widths, expert_bytes=packed))
 
 
 def profile_of(hardware: str | None, num_ranks: int) -> HardwareProfile:

@@ -19,7 +19,7 @@ from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.cpu_experts import CpuExperts
-from vllm_moe_lightning.integration.forward import PipelinedForward
+from vllm_moe_lightning.integration.forward import ContextLimits, PipelinedForward
 from vllm_moe_lightning.integration.offloader import (
     expert_buffers,
     expert_layers,
@@ -27,18 +27,22 @@ from vllm_moe_lightning.integration.offloader import (
     paged_modules,
 )
 from vllm_moe_lightning.integration.platform import is_cuda
+from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
+from vllm_moe_lightning.integration.trace_requests import TraceRequests
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
 from vllm_moe_lightning.numa import cpus_of_rank, interleave, nodes_of
 from vllm_moe_lightning.pipeline.attention_path import AttentionInForward, AttentionPath, CpuAttentionPath
+from vllm_moe_lightning.pipeline.context_frames import ContextFrames
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
-from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
+from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
-from vllm_moe_lightning.pipeline.faults import attention_fault
+from vllm_moe_lightning.pipeline.faults import attention_fault, zero_page
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.report import RunReport
 from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES
 from vllm_moe_lightning.pipeline.trace import write_chrome_trace
+from vllm_moe_lightning.pipeline.trace_ring import TraceRing
 from vllm_moe_lightning.policy.policy import MIB, fixed_policy
 from vllm_moe_lightning.weights.store import ExpertLayer, PagedWeightStore
 
@@ -81,8 +85,11 @@ class Runtime:
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
         self._paths: dict[str, AttentionPath] = {}
+        self._reads_context = False
         self.executor: PipelineExecutor | None = None
         self._report: RunReport | None = None
+        self._trace: TraceRing | None = None
+        self._trace_requests: TraceRequests | None = None
 
     def take_over(self, decoder_layers: list[torch.nn.Module]) -> None:
         """Move the experts of all streamed layers into host pages."""
@@ -101,6 +108,7 @@ class Runtime:
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self._bring_the_rest_to_the_device()
+        zero_page(self.options.debug, store)
         self.executor = PipelineExecutor(
             self.device, store, self._path_of, len(decoder_layers), policy, self.options.debug.remove_wait
         )
@@ -156,19 +164,26 @@ class Runtime:
         self.device.reserve(other_bytes, "other weights")
         if self._plan is not None:
             _warn_of_difference("weights other than experts", self._plan.other_weight_bytes, other_bytes)
-        prefill = self._prefill_on_device()
+        prefill = context = None
+        if not self._attends_on_device:
+            prefill = prefill_of(self.options, self.device.kind, self._attention_layers)
+            context = context_limits_of(self.options, self.device.kind, self._attention_layers, self._vllm_config)
         self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
         if not self._attends_on_device:
-            self._paths = self._host_attention_paths(prefill)
+            self._paths = self._host_attention_paths(prefill, context)
+            self._reads_context = context is not None or self.options.schedule == "s4"
         PipelinedForward(
             model,
             self._vllm_config,
             self._running,
             prefill_on_device=prefill is not None,
+            context_limits=context,
             cpu_experts=self._cpu_experts().layers_of if self._computes_experts else no_layers,
         )
-        if self.options.trace_file:
-            self.device.set_recording(self.options.trace_operations)
+        if (trace_file := self._trace_file()) is not None:
+            self._trace = TraceRing(self._running, self.options.trace_operations)
+            self._trace_requests = TraceRequests(trace_file, self.write_trace)
+            logger.info("moe_lightning: `vllm-moe-lightning trace %s --live` shows the last sweeps", trace_file)
         self.reset()
 
     @property
@@ -182,7 +197,9 @@ class Runtime:
             logger.info("moe_lightning: experts on the CPU, by a sweep's tokens: %s", _told(table))
         return CpuExperts(self._running, self._decoder_layers, self._pool, most_tokens, table)
 
-    def _host_attention_paths(self, prefill: DevicePrefill | None) -> dict[str, AttentionPath]:
+    def _host_attention_paths(
+        self, prefill: DevicePrefill | None, context: ContextLimits | None
+    ) -> dict[str, AttentionPath]:
         """By schedule."""
         for layer in self._attention_layers:
             layer.use_direct_call = True
@@ -198,30 +215,15 @@ class Runtime:
             bytes_per_token,
             attention_fault(self.options.debug),
             prefill,
+            None if context is None else ContextFrames(self.device, self._cache_of, context.num_blocks),
         )
         per_token = sum(
             kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes, impl.cache_kind)
             for impl in (layer.impl for layer in self._attention_layers)
         )
         logger.info("moe_lightning: keys and values take %d bytes per token of host memory", per_token)
-        on_cpu: AttentionPath = CpuAttentionPath(host)
+        on_cpu: AttentionPath = CpuAttentionPath(host, self._cache_of)
         return {**dict.fromkeys(SCHEDULE_NAMES, on_cpu), "s4": DeviceAttentionPath(host, self.device, self._cache_of)}
-
-    def _prefill_on_device(self) -> DevicePrefill | None:
-        wanted = self.options.prefill_attention
-        if self._attends_on_device or wanted == "cpu" or (wanted == "auto" and self.device.kind == "emulated"):
-            return None
-        prefill = TorchPrefill()
-        unfit = [layer.layer_name for layer in self._attention_layers if not prefill.supports(layer.impl.options)]
-        if unfit:
-            logger.warning(
-                "moe_lightning: prompts are attended to on the CPU, since attention on the device knows neither sinks "
-                "nor a soft cap, which %d layers have (%s, ...)",
-                len(unfit),
-                unfit[0],
-            )
-            return None
-        return prefill
 
     @property
     def _attends_on_device(self) -> bool:
@@ -245,6 +247,11 @@ class Runtime:
             self.device.reserve(self._kv_bytes, "KV cache")
             return
         self._spread_kv_caches()
+        if self._reads_context:
+            shared = {layer.kv_cache.untyped_storage().data_ptr(): layer.kv_cache for layer in self._attention_layers}
+            for number, cache in enumerate(shared.values()):
+                whole = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
+                self.device.pin(whole, f"KV cache {number}")
         if self.device.poison:  # NaN bytes in every block, so that a read of a row nobody wrote shows
             for attention in self._attention_layers:
                 attention.kv_cache.view(torch.uint8).fill_(0xFF)
@@ -285,20 +292,33 @@ class Runtime:
 
     def stats(self) -> dict[str, object]:
         """Figures since the last reset; writes the trace if one was asked for."""
-        self._write_trace()
+        self.write_trace()
         assert self._report is not None, "statistics before the model was loaded"
         return self._report.to_dict()
 
-    def _write_trace(self) -> None:
-        if self.options.trace_file is None or self._report is None:
-            return
+    def _trace_file(self) -> Path | None:
+        """Of this rank."""
+        if self.options.trace_file is None:
+            return None
         path, parallel = Path(self.options.trace_file), self._vllm_config.parallel_config
-        if parallel.world_size > 1:
-            path = path.with_stem(f"{path.stem}-rank{parallel.rank}")
-        write_chrome_trace(path, self._report.spans(), device=self.device.kind)
+        return path.with_stem(f"{path.stem}-rank{parallel.rank}") if parallel.world_size > 1 else path
+
+    def write_trace(self) -> Path | None:
+        """Of the last sweeps, where one was asked for. From any thread; returns the file."""
+        path = self._trace_file()
+        if path is None or self._trace is None:
+            return None
+        write_chrome_trace(path, self._trace.trace())
+        return path
+
+    def host_experts(self) -> dict[int, torch.Tensor]:
+        """id of each streamed parameter -> its tensor in the host pages."""
+        return self._running.store.host_views()
 
     def close(self) -> None:
-        self._write_trace()
+        if self._trace_requests is not None:
+            self._trace_requests.close()
+        self.write_trace()
         self.device.close()
         if not self.device.stalled:  # else a task may still be in the pool, which would be waited for
             self._pool.close()

@@ -141,7 +141,10 @@ class MoELightningScheduler(Scheduler):
     def _tell_of_idle_blocks(self) -> None:
         """Once, where the worst case is far from what happens; clients often leave max_tokens to the server."""
         expected, usage = self._mix.expected_generation(), self.get_kv_cache_usage()
-        if self._is_told or self._admission != "worst_case" or expected is None or usage > MOSTLY_IDLE:
+        by_worst_case = self._admission == "worst_case" or (
+            self._admission == "auto" and not self._gate.held_back_is_open
+        )
+        if self._is_told or not by_worst_case or expected is None or usage > MOSTLY_IDLE:
             return
         self._is_told = True
         logger.info(

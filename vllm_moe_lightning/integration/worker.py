@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import msgspec
+import torch
 from vllm.logger import init_logger
 from vllm.model_executor.offloader.base import set_offloader
 
@@ -158,6 +159,15 @@ class MoELightningWorker(_Base):
         """Counters since the last reset, as plain JSON values."""
         predicted = None if self._predicted is None else msgspec.to_builtins(self._predicted)
         return {**self._runtime.stats(), "predicted": predicted}
+
+    def moe_lightning_trace(self) -> str | None:
+        """Writes the trace of the last sweeps now. The file; None without the option trace_file."""
+        path = self._runtime.write_trace()
+        return None if path is None else str(path)
+
+    def moe_lightning_host_experts(self) -> dict[int, torch.Tensor]:
+        """id of each streamed parameter -> its tensor in the host pages. Within the worker's process only."""
+        return self._runtime.host_experts()
 
     def moe_lightning_reset(self) -> None:
         self._runtime.reset()

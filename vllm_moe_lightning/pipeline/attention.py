@@ -13,23 +13,30 @@ from vllm_moe_lightning.kv_cache import HostKvCache
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """The rows of one micro-batch, in host memory. S rows, T tokens; and those of `on_device` after them."""
+    """The rows of one micro-batch, in host memory. S rows, T tokens; after them those that the device attends to."""
 
     block_table: torch.Tensor  # int32 [S, max_blocks]
     query_start: torch.Tensor  # int32 [S + 1]
     seq_lens: torch.Tensor  # int32 [S], new tokens included
     slot_mapping: torch.Tensor  # int64 [T], block * block_size + offset; negative: not written
+    with_context: AttentionRows | None = None
+    """Whose attention the device computes, over context that comes up for it: only their keys and values go down."""
     on_device: AttentionRows | None = None
-    """Prompts without context, whose attention the device computes: only their keys and values go down."""
+    """The same for prompts without context, which needs nothing of the host."""
 
     @property
     def num_tokens(self) -> int:
-        return self.num_attended_tokens + (0 if self.on_device is None else self.on_device.num_tokens)
+        return self.num_attended_tokens + sum(rows.num_attended_tokens for rows in self.on_device_in_order)
 
     @property
     def num_attended_tokens(self) -> int:
-        """Without those of `on_device`."""
+        """Those that the CPU attends to."""
         return self.slot_mapping.shape[0]
+
+    @property
+    def on_device_in_order(self) -> list[AttentionRows]:
+        """As their tokens follow the CPU's."""
+        return [rows for rows in (self.with_context, self.on_device) if rows is not None]
 
     @property
     def query_lens(self) -> list[int]:

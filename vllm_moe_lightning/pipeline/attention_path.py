@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from vllm_moe_lightning.kv_cache import HostKvCache
 from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.tasks import TaskKey, TaskName
@@ -19,7 +20,9 @@ class AttentionPath(Protocol):
 
     def output_name(self, index: int) -> str: ...
 
-    def pack(self, index: int, request: AttentionRequest) -> None: ...
+    def pack_reads(self, key: TaskKey, *, has_context: bool) -> list[str]: ...
+
+    def pack(self, key: TaskKey, request: AttentionRequest) -> None: ...
 
     def launch(self, key: TaskKey, request: AttentionRequest | None) -> None: ...
 
@@ -35,24 +38,33 @@ class AttentionInForward:
 
     output_name = packed_name
 
-    def pack(self, index: int, request: AttentionRequest) -> None:
-        raise AssertionError(f"micro-batch {index} asked for attention, which is on the device")
+    def pack_reads(self, key: TaskKey, *, has_context: bool) -> list[str]:
+        raise AssertionError(f"{key} where attention has no tasks")
+
+    def pack(self, key: TaskKey, request: AttentionRequest) -> None:
+        raise AssertionError(f"{key} where attention has no tasks")
 
     def launch(self, key: TaskKey, request: AttentionRequest | None) -> None:
         raise AssertionError(f"{key} where attention has no tasks")
 
 
 class CpuAttentionPath:
-    """CGOPipe, serial, S2 and S3: Q, K and V go down, the result comes up."""
+    """CGOPipe, serial, S2 and S3: Q, K and V go down, the result comes up; and context, for prompts that the device
+    attends to. `cache_of(layer)`: the layer's host cache."""
 
-    def __init__(self, host: HostAttention) -> None:
+    def __init__(self, host: HostAttention, cache_of: Callable[[int], HostKvCache]) -> None:
         self._host = host
+        self._cache_of = cache_of
+        self.pack_reads = host.pack_reads
         self.begin_sweep = host.begin_sweep
         self.pack = host.pack
         self.packed_name = host.packed_name
         self.output_name = host.output_name
 
     def launch(self, key: TaskKey, request: AttentionRequest | None) -> None:
+        if key.name is TaskName.KV_LOAD:
+            self._host.load_context(key, self._cache_of(key.layer))
+            return
         assert request is not None, f"{key} before the micro-batch asked for attention"
         match key.name:
             case TaskName.QKV_OFFLOAD:

@@ -55,9 +55,9 @@ class MicroBatchSplitter:
         self._costs = costs
         self._place_of_block: Mapping[int, int] = {}
 
-    def split(self, step: StepRows, num_micro_batches: int) -> tuple[list[list[int]], bool]:
-        """Rows of each micro-batch, ascending: at most `num_micro_batches` lists, none empty; and whether some rows had
-        to be kept together because one reads what another writes in this very step."""
+    def split(self, step: StepRows, num_micro_batches: int) -> tuple[list[list[int]], frozenset[int]]:
+        """Rows of each micro-batch, ascending: at most `num_micro_batches` lists, none empty; and the rows that had to
+        be kept together because one reads what another writes in this very step."""
         units = _linked_rows(step)
         costs = [sum(self._costs.of(step.query_lens[row], step.seq_lens[row]) for row in unit) for unit in units]
         count = min(num_micro_batches, len(units))
@@ -72,7 +72,7 @@ class MicroBatchSplitter:
         self._place_of_block = {
             block: place_of_row[row] for row, block in enumerate(_last_blocks(step, step.seq_lens)) if block >= 0
         }
-        return groups, len(units) < len(step.query_lens)
+        return groups, frozenset(row for unit in units if len(unit) > 1 for row in unit)
 
 
 def micro_batch_count(num_tokens: int, most: int, planned_size: int | None) -> int:

@@ -6,13 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vllm_moe_lightning.engine_plan import PredictedFigures
+from vllm_moe_lightning.resources import LABELS
 
-LABELS = {
-    "gpu": "device computing",
-    "cpu": "CPU attention busy",
-    "h2d": "link busy (host to device)",
-    "d2h": "link busy (device to host)",
-}
 NO_PLAN = "no plan"
 NOT_PREDICTED = "-"
 NOT_MEASURED = "not measured"
@@ -85,8 +80,8 @@ def _figures(
         "generated tokens per second": f"{generated_tokens_per_s:.1f}",
         "prompt and generated tokens per second": f"{total_tokens_per_s:.1f}",
         "seconds per sweep": f"{sweep_s:.4g}",
-        "busiest resource": bottleneck,
-        **{LABELS.get(resource, f"{resource} busy"): f"{share:.1%}" for resource, share in busy.items()},
+        "busiest resource": LABELS[bottleneck],
+        **{f"{LABELS[resource]} busy": f"{share:.1%}" for resource, share in busy.items()},
     }
 
 

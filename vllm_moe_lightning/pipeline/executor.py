@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -25,12 +26,16 @@ from vllm_moe_lightning.pipeline.coroutine import (
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
 from vllm_moe_lightning.pipeline.host_experts import ExpertsRequest, HostExperts
 from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES, Schedule, SweepShape, make_schedule
-from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.pipeline.trace import SweepSpan
 from vllm_moe_lightning.policy.policy import Policy
+from vllm_moe_lightning.resources import Resource
 from vllm_moe_lightning.weights.ring import WeightRing
 from vllm_moe_lightning.weights.store import PagedWeightStore
 
 Result = TypeVar("Result")
+
+RECENT_SWEEPS = 1000
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class PipelineExecutor:
         self.ring = WeightRing(store, device)
         self._attention_path = attention_path
         self._num_layers = num_layers
-        self._pages_per_layer = tuple(store.num_pages(layer) for layer in range(num_layers))
+        self.pages_per_layer = tuple(store.num_pages(layer) for layer in range(num_layers))
         if remove_wait is not None and remove_wait not in (known := self._wait_names()):
             raise ValueError(
                 f"remove_wait: {remove_wait!r} is no wait of this model's schedules; they are {sorted(known)}"
@@ -88,26 +93,35 @@ class PipelineExecutor:
         """Decoder layers whose experts the CPU computes in this sweep."""
         self._last_schedule: str | None = None
         self.in_sweep = False
+        self.recent_sweeps: deque[SweepSpan] = deque(maxlen=RECENT_SWEEPS)
+        """The last ones that ended well; may be read by any thread."""
 
     def _wait_names(self) -> set[str]:
         shape = self.schedule_for(2).shape
         shapes = [replace(shape, num_micro_batches=n, with_attention=a) for n in (1, 2) for a in (True, False)]
+        shapes.append(replace(shape, num_micro_batches=2, context=frozenset((0, 1))))
         if shape.streamed:
             pages = tuple(0 for _ in shape.pages_per_layer)
             shapes.append(replace(shape, pages_per_layer=pages, cpu_experts=frozenset(shape.streamed)))
         return {name for order in SCHEDULE_NAMES for s in shapes for name in make_schedule(order, s).wait_names()}
 
     def schedule_for(
-        self, num_micro_batches: int, *, with_attention: bool = True, cpu_experts: frozenset[int] = frozenset()
+        self,
+        num_micro_batches: int,
+        *,
+        with_attention: bool = True,
+        context: frozenset[int] = frozenset(),
+        cpu_experts: frozenset[int] = frozenset(),
     ) -> Schedule:
         shape = SweepShape(
             num_layers=self._num_layers,
             num_micro_batches=num_micro_batches,
             pages_per_layer=tuple(
-                0 if layer in cpu_experts else pages for layer, pages in enumerate(self._pages_per_layer)
+                0 if layer in cpu_experts else pages for layer, pages in enumerate(self.pages_per_layer)
             ),
             lookahead=self.policy.lookahead,
             with_attention=with_attention,
+            context=context,
             cpu_experts=cpu_experts,
         )
         return make_schedule(self.policy.schedule, shape)
@@ -116,6 +130,11 @@ class PipelineExecutor:
         """Pages that a refill moves beyond those of the sweeps: the first streamed layer's."""
         streamed = min(self.store.layers, default=None)
         return 0 if streamed is None else self.store.num_pages(streamed)
+
+    def bytes_of_first_layer(self) -> int:
+        """Those pages in bytes."""
+        streamed = min(self.store.layers, default=None)
+        return 0 if streamed is None else self.store.layers[streamed].layout.num_bytes
 
     def run_sweep(
         self,
@@ -134,7 +153,12 @@ class PipelineExecutor:
         if self.device.stalled:
             raise DeviceStalledError("the device has stalled before, so no sweep can run on it; start the engine anew")
         with_attention = not (is_dummy or self.policy.attention_on_device)
-        schedule = self.schedule_for(len(micro_batches), with_attention=with_attention, cpu_experts=cpu_experts)
+        context = frozenset(
+            index for index, batch in enumerate(micro_batches) if batch.rows is not None and batch.rows.with_context
+        )
+        schedule = self.schedule_for(
+            len(micro_batches), with_attention=with_attention, context=context, cpu_experts=cpu_experts
+        )
         path = self._attention_path(schedule.name)
         started_s = time.monotonic()
         self._micro_batches = micro_batches
@@ -155,6 +179,8 @@ class PipelineExecutor:
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:
                 raise MoeLightningError(f"micro-batches {unfinished} did not end with the schedule {schedule.name}")
+            span = SweepSpan(started_s, time.monotonic(), len(micro_batches), is_dummy, tuple(sorted(cpu_experts)))
+            self.recent_sweeps.append(span)
             return [coroutine.result for coroutine in self._coroutines]  # type: ignore[misc]  # all have finished
         except BaseException:
             self._abort()
@@ -208,13 +234,15 @@ class PipelineExecutor:
 
     def _pre_attention(self, key: TaskKey, path: AttentionPath) -> None:
         writes = [path.packed_name(key.index), path.output_name(key.index)]
-        with self.device.compute.span(str(key), reads=(), writes=writes):
+        rows = self._micro_batches[key.index].rows
+        reads = path.pack_reads(key, has_context=rows is not None and rows.with_context is not None)
+        with self.device.compute.span(str(key), reads=reads, writes=[*writes, *reads]):
             if key.layer == 0:
                 self._resume(key, LayerEntry)
             request = self._resume(key, AttentionRequest)
             assert isinstance(request, AttentionRequest)
             self._requests[key.index] = request
-            path.pack(key.index, request)
+            path.pack(key, request)
 
     def _post_attention(self, key: TaskKey, path: AttentionPath) -> None:
         reads = [path.output_name(key.index)] if self._requests else []

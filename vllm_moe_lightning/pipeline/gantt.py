@@ -1,4 +1,4 @@
-"""A picture of a sweep: a row for each stream, a bar for each task, coloured by what the task does.
+"""A picture of a sweep: a row for each resource, a bar for each task, coloured by what the task does.
 
 Draws what the streams recorded and what the simulator predicts alike. matplotlib is wanted only when drawing.
 """
@@ -8,16 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_moe_lightning.pipeline.simulator import SimulatedSweep
-from vllm_moe_lightning.pipeline.tasks import Resource, TaskName
-from vllm_moe_lightning.pipeline.trace import ROWS, TraceSpan
+from vllm_moe_lightning.pipeline.simulator import Interval, SimulatedSweep
+from vllm_moe_lightning.pipeline.tasks import TaskName
+from vllm_moe_lightning.pipeline.trace import ROWS, SweepSpan, Trace, TraceSource, TraceSpan
+from vllm_moe_lightning.resources import LABELS
 
-ROW_OF = {Resource.GPU: "compute", Resource.D2H: "d2h", Resource.CPU: "cpu", Resource.H2D: "h2d"}
 _COLOURS = {
     TaskName.PRE_ATTENTION: "tab:blue",
     TaskName.POST_ATTENTION: "tab:cyan",
     TaskName.QKV_OFFLOAD: "tab:olive",
     TaskName.ATTENTION: "tab:green",
+    TaskName.EXPERTS_OFFLOAD: "darkkhaki",
+    TaskName.EXPERTS: "limegreen",
+    TaskName.EXPERTS_LOAD: "salmon",
+    TaskName.POST_EXPERTS: "paleturquoise",
     TaskName.HIDDEN_LOAD: "tab:red",
     TaskName.WEIGHT_PAGE: "tab:orange",
     TaskName.KV_LOAD: "tab:pink",
@@ -30,11 +34,22 @@ _MS_PER_S = 1e3
 
 def simulated_spans(sweep: SimulatedSweep) -> list[TraceSpan]:
     """A simulated sweep as spans; marks, which take no time, left out."""
+    return _spans(sweep.intervals)
+
+
+def _spans(intervals: Iterable[Interval]) -> list[TraceSpan]:
     return [
-        TraceSpan(ROW_OF[interval.task.resource], str(interval.task.key), interval.start_s, interval.end_s)
-        for interval in sweep.intervals
+        TraceSpan(interval.task.resource, str(interval.task.key), interval.start_s, interval.end_s)
+        for interval in intervals
         if interval.end_s > interval.start_s
     ]
+
+
+def simulated_trace(sweep: SimulatedSweep) -> Trace:
+    shape = sweep.schedule.shape
+    source = TraceSource("simulated", sweep.schedule.name, shape.lookahead, shape.pages_per_layer, shape.with_attention)
+    whole = SweepSpan(sweep.end_s - sweep.duration_s, sweep.end_s, shape.num_micro_batches)
+    return Trace(source, (whole,), tuple(_spans([*sweep.carried_over, *sweep.intervals])))
 
 
 def plot_gantt(panels: Iterable[tuple[str, Iterable[TraceSpan]]], path: Path) -> None:
@@ -56,7 +71,7 @@ def plot_gantt(panels: Iterable[tuple[str, Iterable[TraceSpan]]], path: Path) ->
     for axes, (title, spans) in zip(all_axes, drawn, strict=True):
         begin_s = spans[0].start_s
         for position, row in enumerate(ROWS):
-            of_row = [span for span in spans if span.row == row]
+            of_row = [span for span in spans if span.resource is row]
             kinds = [_kind(span.label) for span in of_row]
             shown |= dict(kinds)
             axes.broken_barh(
@@ -66,7 +81,7 @@ def plot_gantt(panels: Iterable[tuple[str, Iterable[TraceSpan]]], path: Path) ->
                 edgecolor="white",
                 linewidth=0.2,
             )
-        axes.set_yticks(range(len(ROWS)), ROWS)
+        axes.set_yticks(range(len(ROWS)), [LABELS[row] for row in ROWS])
         axes.set_ylim(len(ROWS) - 0.5, -0.5)  # compute on top, as in the paper's figure
         axes.set_title(title, fontsize=9, loc="left")
     all_axes[-1].set_xlabel("ms")

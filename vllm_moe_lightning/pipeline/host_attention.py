@@ -13,16 +13,19 @@ import torch
 
 from vllm_moe_lightning.device.base import Buffer, Device
 from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
+from vllm_moe_lightning.kv_cache import HostKvCache
 from vllm_moe_lightning.pipeline.attention import AttentionRequest, AttentionRows, attention_task
+from vllm_moe_lightning.pipeline.context_frames import ContextFrames
 from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill
 from vllm_moe_lightning.pipeline.faults import AttentionFault
+from vllm_moe_lightning.pipeline.tasks import TaskKey
 
 
 class HostAttention:
     """The tasks qkv_offload, attention and hidden_load.
 
     max_tokens: most tokens of a step; bytes_per_token: of Q, K and V, in the widest layer; prefill: attention of
-    prompts on the device, None where rows bring none.
+    prompts on the device, frames: the same with context; None where rows bring none.
     """
 
     def __init__(
@@ -33,8 +36,10 @@ class HostAttention:
         bytes_per_token: int,
         fault: AttentionFault | None = None,
         prefill: DevicePrefill | None = None,
+        frames: ContextFrames | None = None,
     ) -> None:
-        self._prefill = prefill
+        self._prefill, self._frames = prefill, frames
+        self._parity = 0
         self._device = device
         self._pool = pool
         self._max_tokens = max_tokens
@@ -53,6 +58,11 @@ class HostAttention:
         if total > self._max_tokens:
             raise ValueError(f"a step of {total} tokens, but staging was sized for {self._max_tokens}")
         self._checked = set()
+        self._parity ^= 1
+        if self._frames is not None:
+            self._frames.begin_sweep(
+                {index: entry.with_context for index, entry in enumerate(rows) if entry.with_context is not None}
+            )
         first, self._regions = 0, []
         for entry in rows:
             self._regions.append((first, entry.num_tokens))
@@ -90,27 +100,43 @@ class HostAttention:
         tokens, values = request.rows.num_attended_tokens, request.values_per_query
         return self._region(self._out_host, index, request, tokens * values).view(tokens, values)
 
-    def pack(self, index: int, request: AttentionRequest) -> None:
+    def cache_name(self, cache: HostKvCache) -> str:
+        """For hazard checks: the cache as this sweep writes it. What earlier ones wrote has another name, since a load
+        of context touches none of the blocks that are being written."""
+        return f"kv[{cache.name}]@{self._parity}"
+
+    def earlier_cache_name(self, cache: HostKvCache) -> str:
+        return f"kv[{cache.name}]@{self._parity ^ 1}"
+
+    def load_context(self, key: TaskKey, cache: HostKvCache) -> None:
+        assert self._frames is not None, "context for the device, which has no frames"
+        self._frames.load(key, self.earlier_cache_name(cache))
+
+    def pack_reads(self, key: TaskKey, *, has_context: bool) -> list[str]:
+        return [self._frames.name_of(key)] if has_context and self._frames is not None else []
+
+    def pack(self, key: TaskKey, request: AttentionRequest) -> None:
         """On the compute stream: queries, then K and V side by side, so that they go down in one copy; and attention
         of the prompts that the device attends to."""
-        tokens, attended = request.rows.num_tokens, request.rows.num_attended_tokens
+        index, rows = key.index, request.rows
+        tokens, attended = rows.num_tokens, rows.num_attended_tokens
         queries, keys_values = self._parts(self._qkv_device, index, request)
         queries.copy_(request.query[:attended].reshape(queries.shape))
         parts = [tensor[:tokens].reshape(tokens, -1) for tensor in (request.key, request.value)]
         torch.cat(parts, dim=1, out=keys_values)
         if self._device.poison:
             request.output.fill_(float("nan"))
-        prompts = request.rows.on_device
-        if prompts is not None:
+        end = attended
+        tensors = (request.query, request.key, request.value, request.output)
+        if rows.with_context is not None:
+            assert self._frames is not None, "context for the device, which has no frames"
+            begin, end = end, end + rows.with_context.num_attended_tokens
+            query, new_key, new_value, output = (tensor[begin:end] for tensor in tensors)
+            self._frames.attend(key, request.cache, request.options, query, new_key, new_value, output)
+        if rows.on_device is not None:
             assert self._prefill is not None, "rows for the device, which attends to none"
-            self._prefill(
-                request.query[attended:tokens],
-                request.key[attended:tokens],
-                request.value[attended:tokens],
-                request.output[attended:tokens],
-                prompts.query_lens,
-                request.options,
-            )
+            query, new_key, new_value, output = (tensor[end:tokens] for tensor in tensors)
+            self._prefill(query, new_key, new_value, output, rows.on_device.query_lens, request.options)
 
     def offload(self, index: int, request: AttentionRequest, label: str) -> None:
         landing = self._packed(self._qkv_host, index, request)
@@ -128,11 +154,11 @@ class HostAttention:
         """Append K and V to the host cache, then attend into the host output staging."""
         if self._device.poison:  # on the stream: the launching thread may be far ahead of the load before
             self._device.cpu.fill(self._output(index, request), 0xFF, writes=[f"out_host[{index}]"])
-        self._submit(index, request, label, [f"kv[{request.cache.name}]", f"out_host[{index}]"], attend=True)
+        self._submit(index, request, label, [self.cache_name(request.cache), f"out_host[{index}]"], attend=True)
 
-    def append(self, index: int, request: AttentionRequest, label: str, cache_name: str) -> None:
-        """Append K and V to the host cache, named `cache_name` for hazard checks; attention happens elsewhere."""
-        self._submit(index, request, label, [cache_name], attend=False)
+    def append(self, index: int, request: AttentionRequest, label: str) -> None:
+        """Append K and V to the host cache; attention happens elsewhere."""
+        self._submit(index, request, label, [self.cache_name(request.cache)], attend=False)
 
     def _submit(
         self, index: int, request: AttentionRequest, label: str, writes: Sequence[str], *, attend: bool
@@ -141,19 +167,22 @@ class HostAttention:
         kv_heads, attended = request.key.shape[1], rows.num_attended_tokens
         queries, keys_values = self._parts(self._qkv_host, index, request)
         key, value = (half.unflatten(1, (kv_heads, head_dim)) for half in keys_values.chunk(2, dim=1))
-        if rows.on_device is not None:
+        begin = attended
+        for elsewhere in rows.on_device_in_order:
             # First: a row that attends here may share blocks with a prompt of this very step.
+            end = begin + elsewhere.num_attended_tokens
             task = attention_task(
                 request.cache,
-                rows.on_device,
+                elsewhere,
                 request.options,
-                key=key[attended:],
-                value=value[attended:],
+                key=key[begin:end],
+                value=value[begin:end],
                 pool=self._pool,
-                check_contents=id(rows.on_device) not in self._checked,
+                check_contents=id(elsewhere) not in self._checked,
             )
-            self._checked.add(id(rows.on_device))
+            self._checked.add(id(elsewhere))
             self._call(index, task, f"{label} (prompts)", writes)
+            begin = end
         if attended:
             output = self._output(index, request)
             task = attention_task(

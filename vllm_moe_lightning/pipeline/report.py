@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
 
 from vllm_moe_lightning.device.base import StreamTotals
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
-from vllm_moe_lightning.pipeline.trace import TraceSpan
-
-KEPT_SPANS = 200_000
 
 
 class RunReport:
@@ -23,14 +19,6 @@ class RunReport:
         self._ring_before = (executor.ring.pages_moved, executor.ring.bytes_paged)
         self._totals_before = executor.device.totals()
         self._started_s = time.monotonic()
-        self._spans: deque[TraceSpan] = deque(maxlen=KEPT_SPANS)
-
-    def spans(self) -> list[TraceSpan]:
-        """Operations recorded so far, if the device records."""
-        self._spans.extend(
-            TraceSpan(r.stream, r.label, r.start_s, r.end_s, r.num_bytes) for r in self._executor.device.drain_records()
-        )
-        return list(self._spans)
 
     def _since(self, stream: str) -> StreamTotals:
         now, before = self._executor.device.totals()[stream], self._totals_before[stream]
@@ -74,6 +62,7 @@ class RunReport:
             "pages_per_sweep": executor.store.sweep_pages(),
             "pages_of_first_layer": executor.pages_of_first_layer(),
             "bytes_per_sweep": executor.store.sweep_bytes(),
+            "bytes_of_first_layer": executor.bytes_of_first_layer(),
             "gpu_busy": share(gpu.busy_s),
             "link_busy": share(h2d.busy_s),
             "link_bytes": h2d.num_bytes,

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName, wait_name
+from vllm_moe_lightning.resources import Resource
 
 # Marks at the head of a sweep: what their resource was given in earlier sweeps is before them.
 SWEEP_START = TaskKey(TaskName.SWEEP_START, 0, 0)
@@ -30,6 +31,9 @@ class SweepShape:
     lookahead: int = 2
     with_attention: bool = True
     """False for dummy runs, which have no KV cache: a layer is then one GPU task."""
+    context: frozenset[int] = frozenset()
+    """Micro-batches with rows that the device attends to over context, which comes up for each layer. S4 brings up
+    everybody's anyway."""
     cpu_experts: frozenset[int] = frozenset()
     """Decoder layers whose experts the CPU computes, from the host pages: they have no pages to stream."""
 
@@ -94,6 +98,7 @@ class _Sweep:
     def __init__(self, shape: SweepShape, *, attention_on_device: bool = False) -> None:
         self.shape = shape
         self.attention_on_device = attention_on_device
+        self.readers_of_context: list[TaskKey] = []
         self.tasks: list[Task] = [
             Task(Resource.GPU, SWEEP_START),
             Task(Resource.CPU, CPU_SWEEP_START),
@@ -112,9 +117,20 @@ class _Sweep:
         if self.attention_on_device:
             self._pre_with_attention_on_device(layer, index, pre, offload)
         else:
+            if index in self.shape.context:
+                after = (*after, self.context(layer, index, pre))
             self.emit(Resource.GPU, pre, *after)
             self.emit(Resource.D2H, offload, pre)
             self.emit(Resource.CPU, _key(TaskName.ATTENTION, layer, index), offload)
+
+    def context(self, layer: int, index: int, reader: TaskKey) -> TaskKey:
+        """Context to one of two device frames: free once the one before the last has been read."""
+        load = _key(TaskName.KV_LOAD, layer, index)
+        free = self.readers_of_context[-2] if len(self.readers_of_context) > 1 else SWEEP_START
+        # It was appended in earlier sweeps, by any micro-batch: everything of theirs on the CPU.
+        self.emit(Resource.H2D, load, free, CPU_SWEEP_START)
+        self.readers_of_context.append(reader)
+        return load
 
     def _pre_with_attention_on_device(self, layer: int, index: int, pre: TaskKey, offload: TaskKey) -> None:
         """The staging buffers are not freed by the result's way back, so their readers are waited for by name."""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_moe_lightning.pipeline.schedule import Schedule
-from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey
+from vllm_moe_lightning.pipeline.tasks import Task, TaskKey
+from vllm_moe_lightning.resources import Resource
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class SimulatedSweep:
+    schedule: Schedule
     intervals: tuple[Interval, ...]
+    carried_over: tuple[Interval, ...]
+    """Of the sweep before: what ends after this one has begun, such as the pages of its first layer."""
     duration_s: float
+    end_s: float
+    """The intervals' clock begins with the first of the sweeps that were simulated."""
     busy_s: dict[Resource, float]
 
 
@@ -34,9 +40,11 @@ def simulate(schedule: Schedule, duration_s: Callable[[Task], float], num_sweeps
     free_s = dict.fromkeys(Resource, 0.0)
     done_s: dict[TaskKey, float] = {}
     begin_s = 0.0
+    intervals: list[Interval] = []
+    before: list[Interval] = []
     for _ in range(num_sweeps):
         begin_s = max(free_s[Resource.GPU], free_s[Resource.CPU])  # sampling follows the last post-attention
-        intervals: list[Interval] = []
+        before, intervals = intervals, []
         for task in schedule.tasks:
             ready_s = max((done_s.get(key, begin_s) for key in task.after), default=0.0)
             start_s = max(free_s[task.resource], ready_s)
@@ -47,4 +55,5 @@ def simulate(schedule: Schedule, duration_s: Callable[[Task], float], num_sweeps
     busy_s = {
         resource: sum(i.end_s - i.start_s for i in intervals if i.task.resource is resource) for resource in Resource
     }
-    return SimulatedSweep(tuple(intervals), end_s - begin_s, busy_s)
+    carried_over = tuple(interval for interval in before if interval.end_s > begin_s)
+    return SimulatedSweep(schedule, tuple(intervals), carried_over, end_s - begin_s, end_s, busy_s)

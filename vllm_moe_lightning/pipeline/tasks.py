@@ -1,4 +1,4 @@
-"""The vocabulary of a sweep: resources, tasks and the keys by which tasks wait for each other.
+"""The vocabulary of a sweep: tasks, and the keys by which they wait for each other.
 
 The schedule lists tasks, the simulator times them, the executor launches them, the tracer prints them: all under
 these names.
@@ -9,14 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-
-class Resource(StrEnum):
-    """What a task keeps busy. One task at a time on each; tasks of one resource run in the order of the schedule."""
-
-    GPU = "gpu"
-    CPU = "cpu"
-    D2H = "d2h"
-    H2D = "h2d"
+from vllm_moe_lightning.resources import Resource
 
 
 class TaskName(StrEnum):
@@ -31,7 +24,7 @@ class TaskName(StrEnum):
     EXPERTS_LOAD = "experts_load"
     POST_EXPERTS = "post_experts"  # what follows the experts; post_attention then ends with the router
     WEIGHT_PAGE = "weight_page"
-    KV_LOAD = "kv_load"  # S4 only: the micro-batch's context comes to the device
+    KV_LOAD = "kv_load"  # S4, and prompts with context: the micro-batch's context comes to the device
     DEVICE_ATTENTION = "device_attention"  # S4 only
     KV_APPEND = "kv_append"  # S4 only: new keys and values enter the host cache
 

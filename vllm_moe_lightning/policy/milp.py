@@ -23,6 +23,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from vllm_moe_lightning.policy.screening import FEASIBILITY_GB
 
 SOLVER_OPTIONS: dict[str, Any] = {"mip_rel_gap": 1e-5}
 LARGEST_VIOLATION = 1e-5
+TRIAL_TIME_LIMIT_S = 10.0
 # What cvxpy uses of highspy.
 HIGHSPY_NAMES = ("Highs", "HighsModel", "HighsVarType", "MatrixFormat")
 # Between plans of equal speed: keep more layers on the GPU, and touch the disk and the GPU's KV less.
@@ -58,13 +60,13 @@ def load_solver() -> Any:
     try:
         cp = importlib.import_module("cvxpy")
     except ImportError as error:
-        raise MoeLightningError(f"planning needs cvxpy ({error}): pip install cvxpy highspy") from error
+        raise MoeLightningError(f"planning needs cvxpy ({error}); pip install cvxpy highspy") from error
     fault = _highspy_fault()
     if fault is None and cp.HIGHS not in cp.installed_solvers():
         fault = "it imports, but cvxpy refuses it"
     if fault is not None:
         raise MoeLightningError(
-            f"planning needs HiGHS through cvxpy, and highspy is missing, too old or broken ({fault}): "
+            f"planning needs HiGHS through cvxpy, and highspy is missing, too old or broken ({fault}); "
             "pip install --force-reinstall --no-deps highspy"
         )
     return cp
@@ -78,6 +80,20 @@ def _highspy_fault() -> str | None:
         return f"import highspy: {error}"
     missing = [name for name in HIGHSPY_NAMES if not hasattr(highspy, name)]
     return f"it has no {', '.join(missing)}" if missing else None
+
+
+def try_solver() -> str:
+    """Versions of cvxpy and HiGHS, once they have solved a problem of two variables. Raises MoeLightningError."""
+    cp = load_solver()
+    whole, part = cp.Variable(integer=True, name="whole"), cp.Variable(name="part")
+    problem = cp.Problem(cp.Maximize(whole + part), [whole <= 2.5, whole + 2 * part <= 5, part >= 0])
+    answer, status = 3.5, _solve(cp, problem, TRIAL_TIME_LIMIT_S)
+    if status != "optimal" or abs(problem.value - answer) > LARGEST_VIOLATION:
+        raise MoeLightningError(
+            f"HiGHS gives {status}, {problem.value} for a problem whose answer is {answer}; "
+            "pip install --force-reinstall --no-deps highspy"
+        )
+    return f"cvxpy {cp.__version__}, highspy {metadata.version('highspy')}"
 
 
 def solve_milp(table: PlanTable, time_limit_s: float) -> MilpPlan:

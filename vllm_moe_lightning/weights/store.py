@@ -80,6 +80,15 @@ class PagedWeightStore:
         """Make the layer's parameters views of `slot`. Costs no copy."""
         self._point(self.layers[layer], slot)
 
+    def host_views(self) -> dict[int, torch.Tensor]:
+        """id of a streamed parameter -> what the host pages hold of it, in its shape. The parameter itself is a view of
+        a slot, with whatever layer passed last."""
+        return {
+            id(layer.source.parameters[place.name]): place.view_in(layer.host.tensor)
+            for layer in self.layers.values()
+            for place in layer.layout.places
+        }
+
     def num_pages(self, layer: int) -> int:
         """Pages that a sweep moves for a decoder layer; 0 if it is dense or resident."""
         return len(self.layers[layer].pages) if layer in self.layers else 0

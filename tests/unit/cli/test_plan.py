@@ -117,7 +117,15 @@ def test_a_sweep_of_the_plan_is_simulated_drawn_and_traced(
 def test_the_report_names_policy_time_bottleneck_and_what_would_raise_it(run: Callable[..., Any]) -> None:
     result = run("plan", "--gpu", "t4", "--host", "gcp-t4-24", *SIZES)
     assert result.exit_code == 0, result.output
-    for words in ("tokens/s", "micro-batches of", "resident", "█", "bottleneck: h2d", "+10 % link", "streamed experts"):
+    for words in (
+        "tokens/s",
+        "micro-batches of",
+        "resident",
+        "█",
+        "bottleneck: H2D link",
+        "+10 % link",
+        "streamed experts",
+    ):
         assert words in result.stdout
 
 

@@ -27,12 +27,12 @@ def test_each_figure_has_what_was_predicted_beside_what_was_achieved() -> None:
         ("generated tokens per second", "60.0", "50.0"),
         ("prompt and generated tokens per second", "120.0", "100.0"),
         ("seconds per sweep", "0.07", "0.08"),
-        ("busiest resource", "h2d", "h2d"),
-        ("device computing", "30.0%", "40.0%"),
+        ("busiest resource", "H2D link", "H2D link"),
+        ("device compute busy", "30.0%", "40.0%"),
         ("CPU attention busy", "20.0%", "10.0%"),
-        ("link busy (host to device)", "100.0%", "100.0%"),  # the last pages may end after the last sweep
-        ("link busy (device to host)", "-", "0.1%"),
-        ("host_memory busy", "40.0%", "not measured"),
+        ("H2D link busy", "100.0%", "100.0%"),  # the last pages may end after the last sweep
+        ("D2H link busy", "-", "0.1%"),
+        ("host memory busy", "40.0%", "not measured"),
     ]
 
 
@@ -40,7 +40,7 @@ def test_without_a_plan_the_achieved_figures_stand_alone() -> None:
     assert ACHIEVED is not None
     rows = comparison(None, ACHIEVED)
     assert {row[1] for row in rows} == {"no plan"}
-    assert [row[2] for row in rows][:4] == ["50.0", "100.0", "0.08", "h2d"]
+    assert [row[2] for row in rows][:4] == ["50.0", "100.0", "0.08", "H2D link"]
 
 
 def test_a_run_that_did_nothing_has_no_figures() -> None:

@@ -18,6 +18,7 @@ from benchmarks.torch_decoder import DecoderConfig
 from tests.helpers.decoder import all_equal, make_engine, plain_dummy, plain_run, run, run_dummy, steps_of
 from tests.helpers.recording_cuda import Copied, RecordingCuda
 from tests.helpers.stream_log import StreamLog
+from tests.helpers.touched_memory import TouchedMemory
 from tests.unit.pipeline.test_races import CONFIGS, COUNT, NAMES, ORDER_ONLY, WAITS
 from vllm_moe_lightning.device import EmulatedDevice
 from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, HazardError
@@ -166,6 +167,32 @@ def test_what_a_copy_touches_is_what_it_declares(name: str) -> None:
             spans = sorted((low, high, name) for name, ranges in places.items() for low, high in ranges)
             for (_, end, one), (begin, _, other) in pairwise(spans):
                 assert end <= begin or one == other, f"{one} and {other} overlap"
+
+
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_launching_thread_touches_frames_within_tasks_that_declare_them_and_host_buffers_never(
+    name: str, poison: bool
+) -> None:
+    cuda = RecordingCuda()
+    device = cuda.device(poison=poison)
+    with make_engine(SMALL, device=device, schedule=name, num_micro_batches=COUNT) as engine:
+        run_dummy(engine)
+        run(engine)  # makes S4's frames
+        frames = {name: (t.data_ptr(), t.data_ptr() + t.nbytes) for name, t in device._frames.items() if t.nbytes}
+        pinned = {f"pinned memory at {begin:#x}": (begin, begin + size) for begin, size in cuda.pinned.items()}
+        with TouchedMemory(cuda, {**frames, **pinned}) as memory:
+            run_dummy(engine)
+            run(engine)
+    declared: dict[str, set[str]] = {}
+    for label, reads, writes in cuda.log.operations("compute"):
+        declared.setdefault(label, set()).update(reads, writes)
+    assert {touched.place for touched in memory.touched} >= {"slot[0]", "slot[1]", "qkv staging (device)"}
+    for touched in memory.touched:
+        assert touched.place in frames, touched
+        assert touched.span is not None, touched
+        names = {"qkv_device" if "qkv_device" in each else each for each in declared[touched.span]}
+        assert {"qkv staging (device)": "qkv_device"}.get(touched.place, touched.place) in names, touched
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "s4"])

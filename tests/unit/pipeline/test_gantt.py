@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from vllm_moe_lightning.pipeline.gantt import ROW_OF, plot_gantt, simulated_spans
+from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.simulator import SimulatedSweep, simulate
-from vllm_moe_lightning.pipeline.tasks import Resource, TaskName
+from vllm_moe_lightning.pipeline.tasks import TaskName
 from vllm_moe_lightning.pipeline.trace import ROWS, TraceSpan
+from vllm_moe_lightning.resources import Resource
 
 PNG_SIGNATURE = b"\x89PNG"
 
@@ -23,7 +24,7 @@ def sweep(schedule: str = "cgopipe") -> SimulatedSweep:
 
 
 def test_every_resource_has_a_row() -> None:
-    assert {ROW_OF[resource] for resource in Resource} == set(ROWS)
+    assert sorted(ROWS) == sorted(Resource)
 
 
 @pytest.mark.parametrize("schedule", ["cgopipe", "serial", "s4"])
@@ -33,16 +34,16 @@ def test_spans_of_a_simulation_are_its_tasks_without_the_marks(schedule: str) ->
     marks = [i for i in simulated.intervals if i.task.key.name is TaskName.SWEEP_START]
     assert len(spans) == len(simulated.intervals) - len(marks)
     for row in ROWS:  # one task at a time on each
-        of_row = sorted((span.start_s, span.end_s) for span in spans if span.row == row)
+        of_row = sorted((span.start_s, span.end_s) for span in spans if span.resource is row)
         assert all(end <= start + 1e-12 for (_, end), (start, _) in itertools.pairwise(of_row))
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_predicted_and_recorded_sweeps_go_into_one_picture(ending: str, tmp_path: Path) -> None:
     recorded = [
-        TraceSpan("compute", "post_attention(0,1)", 100.0, 100.2),
-        TraceSpan("h2d", "weight_page(1,0)", 100.1, 100.3, num_bytes=7),
-        TraceSpan("h2d", "fill", 100.3, 100.31),
+        TraceSpan(Resource.GPU, "post_attention(0,1)", 100.0, 100.2),
+        TraceSpan(Resource.H2D, "weight_page(1,0)", 100.1, 100.3, num_bytes=7),
+        TraceSpan(Resource.H2D, "fill", 100.3, 100.31),
     ]
     file = tmp_path / "new" / f"gantt.{ending}"
     plot_gantt([("simulated", simulated_spans(sweep())), ("measured, emulated device", recorded)], file)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_moe_lightning.pipeline.schedule import SWEEP_START, Schedule, SweepShape, make_schedule
-from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskKey, TaskName
+from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName
+from vllm_moe_lightning.resources import Resource
 
 NAMES = ("cgopipe", "serial", "s2", "s3", "s4")
 PREFETCHING = ("cgopipe", "s2", "s3", "s4")

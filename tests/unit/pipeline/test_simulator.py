@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tests.unit.pipeline.test_schedule import NAMES, SHAPES
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.simulator import simulate
-from vllm_moe_lightning.pipeline.tasks import Resource, Task, TaskName
+from vllm_moe_lightning.pipeline.tasks import Task, TaskName
+from vllm_moe_lightning.resources import Resource
 
 MARK = TaskName.SWEEP_START
 

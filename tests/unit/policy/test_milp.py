@@ -14,7 +14,8 @@ from vllm_moe_lightning.hardware import CpuLevel, GpuLevel, HardwareProfile, Hos
 from vllm_moe_lightning.model_spec import AttentionSpec, MoeModelSpec
 from vllm_moe_lightning.policy import milp, search
 from vllm_moe_lightning.policy.brute_force import brute_force
-from vllm_moe_lightning.policy.grid import PlanLimits, tabulate
+from vllm_moe_lightning.policy.grid import tabulate
+from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.screening import screen
 from vllm_moe_lightning.policy.search import find_policy
 from vllm_moe_lightning.workload import Workload

@@ -1,0 +1,58 @@
+"""Which prompts the device attends to, where attention is on the CPU: by the options, the plan and what layers have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_moe_lightning.config import MoeLightningConfig
+from vllm_moe_lightning.engine_plan import plan_of
+from vllm_moe_lightning.integration.forward import ContextLimits
+from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
+
+logger = init_logger("vllm.vllm_moe_lightning.prefill_place")
+
+DEFAULT_CONTEXT_QUERY_TOKENS = 8  # where no plan says
+
+
+def prefill_of(options: MoeLightningConfig, device_kind: str, attention_layers: Sequence[Any]) -> DevicePrefill | None:
+    """Attention of prompts without context on the device; None: the CPU's."""
+    wanted = options.prefill_attention
+    if wanted == "cpu" or (wanted == "auto" and device_kind == "emulated"):
+        return None
+    prefill = TorchPrefill()
+    unfit = [layer.layer_name for layer in attention_layers if not prefill.supports(layer.impl.options)]
+    if not unfit:
+        return prefill
+    logger.warning(
+        "moe_lightning: prompts are attended to on the CPU, since attention on the device knows neither sinks nor a "
+        "soft cap, which %d layers have (%s, ...)",
+        len(unfit),
+        unfit[0],
+    )
+    return None
+
+
+def context_limits_of(
+    options: MoeLightningConfig, device_kind: str, attention_layers: Sequence[Any], vllm_config: Any
+) -> ContextLimits | None:
+    """For prompts with context; None: the CPU's."""
+    plan = plan_of(vllm_config)
+    planned = plan.context_query_tokens if plan is not None and device_kind == "cuda" else 0
+    least = planned or (DEFAULT_CONTEXT_QUERY_TOKENS if options.prefill_context == "link" else 0)
+    if options.prefill_context == "cpu" or not least:
+        return None
+    impls = [layer.impl for layer in attention_layers]
+    for is_so, what in (
+        (any(impl.cache_kind is not None for impl in impls), "quantised caches"),
+        (not all(TorchPrefill().supports(impl.options) for impl in impls), "sinks or soft caps"),
+        (len({impl.sliding_window for impl in impls}) > 1, "several kinds of KV cache"),
+    ):
+        if is_so:
+            logger.warning(
+                "moe_lightning: prompts with context are attended to on the CPU: the device does not know %s", what
+            )
+            return None
+    return ContextLimits(least, -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size))
