@@ -68,7 +68,7 @@ def draw_throughput(result: Result, path: Path) -> None:
     axes.set_ylabel("generated tokens/s, prefill included")
     load = result["machine"]["load_average"]
     axes.set_title(f"{result['device']} device, {result['machine']['cpu']}, load {load:.1f}", fontsize=9, loc="left")
-    axes.legend(fontsize=8, frameon=False, ncols=2)
+    figure.legend(loc="outside upper center", fontsize=8, frameon=False, ncols=4)
     _without_frame(axes)
     figure.savefig(path, dpi=150)
 
