@@ -9,7 +9,8 @@ import inspect
 import sys
 
 from vllm_moe_lightning.errors import UnsupportedError
-from vllm_moe_lightning.integration.ledger import LEDGER, TouchedName
+from vllm_moe_lightning.integration.ledger import LEDGER
+from vllm_moe_lightning.integration.touched_name import TouchedName
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 CHECKED_VERSIONS = "0.32.0 (run), 0.33.0 (names and parameters in its sources)"
