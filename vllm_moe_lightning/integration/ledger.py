@@ -343,12 +343,6 @@ LEDGER: tuple[TouchedName, ...] = (
         "vLLM unlinks it once it is mapped",
     ),
     TouchedName(
-        "vllm.envs:VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
-        "use",
-        "the older Ray executor calls the model runner past the worker, so it is refused",
-        "the older executor is gone",
-    ),
-    TouchedName(
         "vllm.platforms.interface:Platform.ray_device_key",
         "patch",
         "the CPU platform names no resource of Ray's, and is refused by vLLM for that (integration/ray_on_cpu.py)",
