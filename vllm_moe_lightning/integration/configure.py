@@ -25,7 +25,7 @@ from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.exposition import open_metrics
 from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.platform import attention_backend, is_cuda, worker_base
-from vllm_moe_lightning.integration.quantised_experts import refuse_experts_without_kernel
+from vllm_moe_lightning.integration.quantised_experts import has_quantised_experts, refuse_experts_without_kernel
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
@@ -168,6 +168,11 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
             f"--quantization {model.quantization} on a checkpoint that is not quantised (its config.json has no "
             "quantization_config)",
             "drop --quantization",
+        ),
+        (
+            options.experts != "device" and has_quantised_experts(model),
+            "quantised experts computed on the CPU from the host pages",
+            "drop moe_lightning.experts",
         ),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),

@@ -147,6 +147,27 @@ LEDGER: tuple[TouchedName, ...] = (
         "only unquantised experts are computed on the CPU",
         "never",
     ),
+    *(
+        TouchedName(
+            f"vllm.model_executor.layers.fused_moe.{name}",
+            "use",
+            "asked which kernels the CPU build would try for quantised experts, and whether they run on this machine",
+            "vLLM says so before it loads a model",
+        )
+        for name in (
+            "oracle.fp8:backend_to_kernel_cls",
+            "oracle.fp8:Fp8MoeBackend.CPU",
+            "oracle.fp8:Fp8MoeBackend.CPU_W8A8",
+            "oracle.int8:backend_to_kernel_cls",
+            "oracle.int8:Int8MoeBackend.CPU",
+            "oracle.int_wna16:backend_to_kernel_cls",
+            "oracle.int_wna16:WNA16MoEBackend.CPU",
+            "oracle.int_wna16:WNA16MoEBackend.ZEN_CPU",
+            "oracle.mxfp4:backend_to_kernel_cls",
+            "oracle.mxfp4:Mxfp4MoeBackend.CPU",
+            "modular_kernel:FusedMoEExperts._supports_current_device",
+        )
+    ),
     TouchedName(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._select_forward",
         "use",
