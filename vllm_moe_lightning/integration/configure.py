@@ -198,7 +198,7 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
             "drop --api-server-count, or set moe_lightning.planner to 'off'",
         ),
         (
-            parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True),
+            parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True),  # gone in 0.33
             "vLLM's older Ray executor, which steps past the worker",
             "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
         ),
