@@ -16,7 +16,7 @@ from benchmarks.paper_fit import spec_of
 from vllm_moe_lightning.errors import PolicyInfeasibleError
 from vllm_moe_lightning.hardware import GIB, HardwareProfile
 from vllm_moe_lightning.hardware_presets import preset_profile
-from vllm_moe_lightning.policy.grid import Batching, PlanLimits
+from vllm_moe_lightning.policy.limits import Batching, PlanLimits
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
 from vllm_moe_lightning.workload import Workload
 

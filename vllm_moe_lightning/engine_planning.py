@@ -26,7 +26,7 @@ from vllm_moe_lightning.errors import PolicyInfeasibleError
 from vllm_moe_lightning.experts_place import cpu_expert_layers
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.policy.grid import PlanLimits
+from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.policy import page_bytes_for
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
 from vllm_moe_lightning.row_costs import query_token_cost

@@ -14,7 +14,7 @@ import msgspec
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.model_spec import AttentionSpec, MoeModelSpec, WeightWidths
-from vllm_moe_lightning.weight_quantisation import attention_projection, expert_projection, leaves_out
+from vllm_moe_lightning.weight_quantisation import MXFP4_METHODS, attention_projection, expert_projection, leaves_out
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "auto": 2}
 
@@ -238,7 +238,7 @@ def _widths(config: _Config) -> WeightWidths:
         return WeightWidths(plain, plain, plain, plain)
     quantisation = _Config(raw, f"{config.where}: quantization_config")
     method = str(raw.get("quant_method", "")).lower()
-    if method == "mxfp4":  # blocks of 32 four-bit floats and one scale byte; experts only
+    if method in MXFP4_METHODS:  # blocks of 32 four-bit floats and one scale byte; experts only
         return WeightWidths((4 + 8 / 32) / 8, plain, plain, plain)
     if method in ("fp8", "fbgemm_fp8"):
         block = raw.get("weight_block_size")

@@ -13,7 +13,8 @@ import numpy as np
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.memory_model import kv_bytes
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.policy.grid import MS, PlanLimits, PlanTable, tabulate
+from vllm_moe_lightning.policy.grid import MS, PlanTable, tabulate
+from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.workload import Workload
 
 ALL_KV = 1.0  # the whole cache on the device

@@ -16,6 +16,7 @@ from typing import Any
 from vllm_moe_lightning.checkpoint_layers import LAYOUTS
 
 FP8_BLOCK = [128, 128]  # the block that vLLM's CPU kernel is written for
+MXFP4_METHODS = ("mxfp4", "gpt_oss_mxfp4")  # the second is what vLLM renames the first to, in its own configuration
 _PACKED, _SCALED = ("qweight", "qzeros", "scales"), ("weight", "weight_scale")
 
 
@@ -56,7 +57,7 @@ def format_of(raw: Mapping[str, Any]) -> ExpertFormat:
         return _fp8(raw)
     if method == "compressed-tensors":
         return _compressed_tensors(raw)
-    if method in ("mxfp4", "gpt_oss_mxfp4"):
+    if method in MXFP4_METHODS:
         return ExpertFormat("mxfp4", ExpertScheme.MXFP4)
     if method in ("awq", "awq_marlin", "auto_awq"):
         parts = _PACKED if raw.get("zero_point", True) else ("qweight", "scales")

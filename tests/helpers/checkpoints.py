@@ -151,7 +151,7 @@ def write_checkpoint(
     if write_lm_head is None:
         write_lm_head = not config["tie_word_embeddings"]
 
-    draw = _Draw(seed)
+    draw = Draw(seed)
     make_tensors = _dbrx_tensors if arch == "dbrx" else _llama_like_tensors
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in make_tensors(config, draw, experts_layout)}
     if write_lm_head:
@@ -175,7 +175,7 @@ def make_config(arch: str, *, num_layers: int | None = None, **overrides: Any) -
     return config
 
 
-class _Draw:
+class Draw:
     """Random tensors; each depends on the seed and its own name only, not on the order of calls."""
 
     def __init__(self, seed: int) -> None:
@@ -208,7 +208,7 @@ class _Draw:
         return torch.cat(blocks) * (WEIGHT_STD * math.sqrt(BASE_WIDTH))
 
 
-def _llama_like_tensors(config: dict[str, Any], draw: _Draw, experts_layout: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _llama_like_tensors(config: dict[str, Any], draw: Draw, experts_layout: str) -> Iterator[tuple[str, torch.Tensor]]:
     arch, hidden = config["model_type"], config["hidden_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
@@ -272,7 +272,7 @@ def _mlp_shapes(intermediate: int, hidden: int) -> list[tuple[str, tuple[int, in
     return [("gate", (intermediate, hidden)), ("up", (intermediate, hidden)), ("down", (hidden, intermediate))]
 
 
-def _dbrx_tensors(config: dict[str, Any], draw: _Draw, experts_layout: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _dbrx_tensors(config: dict[str, Any], draw: Draw, experts_layout: str) -> Iterator[tuple[str, torch.Tensor]]:
     if experts_layout != "per_expert":
         raise ValueError("DBRX has one layout of its own (all experts' rows in one 2-D tensor); leave experts_layout")
     hidden, heads = config["d_model"], config["n_heads"]

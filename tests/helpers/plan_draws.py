@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from vllm_moe_lightning.hardware import CpuLevel, DiskLevel, GpuLevel, HardwareProfile, HostLink
 from vllm_moe_lightning.model_spec import AttentionSpec, MoeModelSpec, WeightWidths
-from vllm_moe_lightning.policy.grid import Batching, PlanLimits
+from vllm_moe_lightning.policy.limits import Batching, PlanLimits
 from vllm_moe_lightning.workload import Workload
 
 GIB = 1 << 30

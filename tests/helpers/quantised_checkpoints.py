@@ -18,11 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.checkpoints import write_checkpoint
 
-NUM_EXPERTS, HIDDEN, INTERMEDIATE = (
-    8,
-    256,
-    128,
-)  # fp8 blocks are 128 wide; the 4-bit kernels ask for multiples of 64 and 32
+NUM_EXPERTS, HIDDEN, INTERMEDIATE = 8, 256, 128  # fp8 blocks are 128 wide
 GROUP = 64  # inputs that share a scale, in the 4-bit formats
 FP8_BLOCK = 128
 MXFP4_GROUP = 32
@@ -39,15 +35,13 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 def write_quantised_checkpoint(
     folder: Path, form: str, *, num_layers: int = 3, plain_experts: bool = False, **overrides: Any
 ) -> Path:
-    """`form`: a key of FORMATS. Experts are quantised, and attention projections where the CPU build has a kernel for
-    them; router, embedding and head are not. `plain_experts`: the projections alone are
-    (compressed-tensors only)."""
+    """`form`: a key of FORMATS. Experts and attention projections are quantised (of fp8_block the experts alone, since
+    the CPU build needs AMX for the others); router, embedding and head are not. `plain_experts`: the projections alone
+    are (compressed-tensors only)."""
     quantise, config_of = FORMATS[form]
-    quantised = _ATTENTION if plain_experts else _EXPERTS if form in EXPERTS_ONLY else _EXPERTS_AND_ATTENTION
-    sizes = {"num_local_experts": NUM_EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE}
-    write_checkpoint(
-        folder, "mixtral", num_layers=num_layers, dtype=torch.bfloat16, **{**sizes, "head_dim": 64, **overrides}
-    )
+    quantised = _ATTENTION if plain_experts else _EXPERTS if form == "fp8_block" else _EXPERTS_AND_ATTENTION
+    sizes = {"num_local_experts": NUM_EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "head_dim": 64}
+    write_checkpoint(folder, "mixtral", num_layers=num_layers, dtype=torch.bfloat16, **{**sizes, **overrides})
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         if quantised.fullmatch(name):
@@ -132,7 +126,8 @@ def _awq(weight: torch.Tensor) -> Tensors:
     yield "qzeros", _packed(torch.full_like(scale.T, 8, dtype=torch.int64), _AWQ_ORDER)  # [in / GROUP, out / 8]
 
 
-def _mxfp4(weight: torch.Tensor) -> Tensors:
+def mxfp4(weight: torch.Tensor) -> Tensors:
+    """For tests/helpers/gpt_oss_checkpoint.py, which has names of its own for these."""
     groups = weight.view(weight.shape[0], -1, MXFP4_GROUP)
     exponent = (groups.abs().amax(-1) / 6).log2().ceil()  # of two: [out, in / 32]
     scaled = groups / exponent.exp2()[..., None]
@@ -185,8 +180,4 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Tensors], Callable[[], dict[st
         _awq,
         lambda: {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"},
     ),
-    "mxfp4": (_mxfp4, lambda: {"quant_method": "mxfp4"}),
 }
-
-EXPERTS_ONLY = ("fp8_block", "mxfp4")
-"""The CPU build has no kernel for such projections: none at all, or (fp8) none without AMX."""

@@ -13,10 +13,10 @@ import pytest
 
 from tests.helpers.amx_gate import OPEN, SHUT
 from tests.helpers.engine import EngineFailedError, Job
+from tests.helpers.gpt_oss_checkpoint import write_gpt_oss
 from tests.helpers.paging import assert_micro_batches, assert_pages_are_exact, reconfigured, run_paged, run_stock
 from tests.helpers.prompts import standard_prompts
 from tests.helpers.quantised_checkpoints import (
-    FORMATS,
     GROUP,
     HIDDEN,
     INTERMEDIATE,
@@ -39,7 +39,8 @@ EXPERT_BYTES = {
     "int4": _INT4_BYTES,
     "gptq": _INT4_BYTES,
     "awq": _INT4_BYTES,
-    "mxfp4": NUM_EXPERTS * _IN_MATRICES * 17 // 32,  # a scale byte for 32 weights
+    # mxfp4: a scale byte for 32 weights; and float32 biases.
+    "gpt_oss": NUM_EXPERTS * (_IN_MATRICES * 17 // 32 + (2 * INTERMEDIATE + HIDDEN) * 4),
 }
 SEEDS = {"fp8_block": 2}  # keeps its answers clear of near ties; the others are by the default
 NEEDS = {
@@ -50,7 +51,7 @@ NEEDS = {
     "int4": ("compressed-tensors int4", "needs AMX"),
     "gptq": ("GPTQ int4", "needs AMX"),
     "awq": ("AWQ int4", "needs AMX"),
-    "mxfp4": ("mxfp4", "needs AMX"),
+    "gpt_oss": ("mxfp4", "needs AMX"),
 }
 NUM_LAYERS, NUM_PROMPTS = 3, 6
 SAMPLING = {"max_tokens": 8}
@@ -68,8 +69,11 @@ def model(tmp_path_factory):
         key = (form, *options)
         if key not in folders:
             seed = {"seed": SEEDS[form]} if form in SEEDS else {}
-            folder = tmp_path_factory.mktemp(form)
-            folders[key] = write_quantised_checkpoint(folder, form, num_layers=NUM_LAYERS, **seed, **options)
+            folder, options = tmp_path_factory.mktemp(form), {"num_layers": NUM_LAYERS, **seed, **options}
+            is_gpt_oss = form == "gpt_oss"
+            folders[key] = (
+                write_gpt_oss(folder, **options) if is_gpt_oss else write_quantised_checkpoint(folder, form, **options)
+            )
         return folders[key]
 
     return get
@@ -131,14 +135,27 @@ def test_micro_batches_and_attention_on_the_cpu_give_stock_vllm_s_tokens(form, m
 
 
 @pytest.mark.parametrize("form", EXPERT_BYTES)
-def test_the_planner_counts_the_bytes_that_are_loaded(form, model, ours):
+def test_the_planner_counts_the_bytes_that_are_loaded(form, model):
     """The worker warns from 5 % on."""
     config = json.loads((model(form) / "config.json").read_text())
     spec = spec_from_config(config, form)
     width = cpu_build_bytes(expert_format(config)) or spec.widths.expert_bytes
-    (stats,) = ours(form).jobs[1].stats
-    loaded = stats["bytes_paged"] / (NUM_LAYERS * stats["sweeps"])
-    assert spec.routed_params_per_layer * width == pytest.approx(loaded, rel=0.05)
+    assert spec.routed_params_per_layer * width == pytest.approx(EXPERT_BYTES[form], rel=0.05)
+
+
+@pytest.mark.parametrize("form", ["int4", "gpt_oss"])
+def test_a_planned_engine_finds_the_experts_as_large_as_planned(form, model):
+    """In 4 bits of the CPU build's own packing, and under the name that vLLM gives to gpt-oss's quantisation."""
+    nothing_given = dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size"))
+    result = run_paged(
+        model(form),
+        [Job(standard_prompts(2), {"max_tokens": 2})],
+        options={"planner": "auto", "hardware": "t4", "device_memory_mib": 5, "page_mib": None},
+        engine_args={**BFLOAT16, **nothing_given},
+        preload=[OPEN],
+    )
+    assert "moe_lightning: plan for" in result.log
+    assert "the experts of a layer take" not in result.log
 
 
 def test_three_ways_to_store_the_same_four_bits_answer_alike(stock):
@@ -183,7 +200,7 @@ def refusal(model, **options) -> str:
     return message
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", NEEDS)
 def test_experts_without_a_kernel_here_are_refused_by_name_before_loading(form, model):
     """The gate is shut whatever machine this runs on."""
     name, reason = NEEDS[form]
@@ -192,6 +209,11 @@ def test_experts_without_a_kernel_here_are_refused_by_name_before_loading(form, 
     assert f"the experts of {model(form)} are {name};" in message
     assert reason in message
     assert "run it on a GPU" in message
+
+
+def test_our_own_cpu_kernel_for_experts_refuses_quantised_ones_before_loading(model):
+    message = refusal(model("int4"), engine_args=BFLOAT16, preload=[OPEN], options={"experts": "cpu"})
+    assert "drop moe_lightning.experts" in message
 
 
 def test_float32_is_refused_where_the_kernels_do_not_know_it(model):

@@ -122,6 +122,12 @@ def test_widths_follow_the_quantisation_and_count_scales() -> None:
     assert spec_from_config(awq, "m").widths.other_bytes == 2
 
 
+def test_the_name_that_vllm_gives_to_mxfp4_is_known_too() -> None:
+    renamed = {**raw("gpt-oss-120b")["quantization_config"], "quant_method": "gpt_oss_mxfp4"}
+    config = raw("gpt-oss-120b") | {"quantization_config": renamed}
+    assert spec_from_config(config, "m").widths == spec("gpt-oss-120b").widths
+
+
 def test_parts_that_a_quantisation_leaves_out_are_as_wide_as_the_model() -> None:
     method = {"quant_method": "awq", "bits": 4, "group_size": 128}
     for entry, plain, quantised in (

@@ -7,7 +7,7 @@ import pytest
 
 from vllm_moe_lightning.hardware_presets import preset_profile
 from vllm_moe_lightning.model_config import read_model_spec
-from vllm_moe_lightning.policy.grid import PlanLimits
+from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.stock_vllm import stock_runs
 from vllm_moe_lightning.workload import Workload
 

@@ -15,7 +15,7 @@ from vllm_moe_lightning.cli.usage import checked
 if TYPE_CHECKING:
     from vllm_moe_lightning.hardware import HardwareProfile
     from vllm_moe_lightning.model_spec import MoeModelSpec
-    from vllm_moe_lightning.policy.grid import PlanLimits
+    from vllm_moe_lightning.policy.limits import PlanLimits
     from vllm_moe_lightning.policy.search import PlannedPolicy
     from vllm_moe_lightning.workload import Workload
 
@@ -78,7 +78,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Find the policy with most tokens per second, and what would raise it."""
-    from vllm_moe_lightning.policy.grid import Batching, PlanLimits
+    from vllm_moe_lightning.policy.limits import Batching, PlanLimits
 
     limits = checked(
         lambda: PlanLimits(
@@ -146,7 +146,7 @@ def explain(
 ) -> None:
     """Time and memory of a policy that you choose, whether it fits or not."""
     from vllm_moe_lightning.policy import search
-    from vllm_moe_lightning.policy.grid import Batching
+    from vllm_moe_lightning.policy.limits import Batching
     from vllm_moe_lightning.workload import HrmPolicy
 
     spec, workload = checked(lambda: _model_and_workload(model, prompt_len, gen_len, kv_cache_dtype))
@@ -275,7 +275,7 @@ def _simulate(
     from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans, simulated_trace
     from vllm_moe_lightning.pipeline.trace import write_chrome_trace
     from vllm_moe_lightning.planned_sweep import simulate_policy
-    from vllm_moe_lightning.policy.grid import Batching
+    from vllm_moe_lightning.policy.limits import Batching
     from vllm_moe_lightning.workload import decode_load, steady_load
 
     load_of = decode_load if planned.batching is Batching.STATIC else steady_load

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import vllm.envs as envs
 from msgspec.structs import replace
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
@@ -24,7 +25,7 @@ from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.exposition import open_metrics
 from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.platform import attention_backend, is_cuda, worker_base
-from vllm_moe_lightning.integration.quantised_experts import refuse_experts_without_kernel
+from vllm_moe_lightning.integration.quantised_experts import has_quantised_experts, refuse_experts_without_kernel
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
@@ -71,6 +72,10 @@ def configure(vllm_config: Any) -> None:
         return
 
     vllm_config.parallel_config.worker_cls = WORKER_CLS
+    if vllm_config.parallel_config.distributed_executor_backend == "ray" and current_platform.is_cpu():
+        from vllm_moe_lightning.integration.ray_on_cpu import CpuRayExecutor  # imports Ray
+
+        vllm_config.parallel_config.distributed_executor_backend = CpuRayExecutor
     vllm_config.scheduler_config.scheduler_cls = scheduler_cls
     if not vllm_config.model_config.enforce_eager:
         logger.info("moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)")
@@ -164,6 +169,11 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
             "quantization_config)",
             "drop --quantization",
         ),
+        (
+            options.experts != "device" and has_quantised_experts(model),
+            "quantised experts computed on the CPU from the host pages",
+            "drop moe_lightning.experts",
+        ),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),
         (parallel.pipeline_parallel_size > 1, "pipeline parallelism", "drop --pipeline-parallel-size"),
@@ -186,6 +196,11 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
             options.planner == "auto" and parallel._api_process_count > 1,
             "planning with several API servers, each of which would plan for itself",
             "drop --api-server-count, or set moe_lightning.planner to 'off'",
+        ),
+        (
+            parallel.use_ray and not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND,
+            "vLLM's older Ray executor, which steps past the worker",
+            "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
         ),
         (parallel.enable_expert_parallel, "expert parallelism", "drop --enable-expert-parallel"),
         (parallel.enable_eplb, "expert load balancing", "drop --enable-eplb"),

@@ -18,6 +18,8 @@ class TouchedName:
     """Parameters that must exist, in this order, where we rely on them."""
     platform: Literal["any", "cpu", "cuda"] = "any"
     """Where it is touched: the other platform's modules may not even be importable."""
+    package: str | None = None
+    """Touched only beside this package, which the module imports: looked at only where it has been imported."""
 
 
 LEDGER: tuple[TouchedName, ...] = (
@@ -144,6 +146,27 @@ LEDGER: tuple[TouchedName, ...] = (
         "use",
         "only unquantised experts are computed on the CPU",
         "never",
+    ),
+    *(
+        TouchedName(
+            f"vllm.model_executor.layers.fused_moe.{name}",
+            "use",
+            "asked which kernels the CPU build would try for quantised experts, and whether they run on this machine",
+            "vLLM says so before it loads a model",
+        )
+        for name in (
+            "oracle.fp8:backend_to_kernel_cls",
+            "oracle.fp8:Fp8MoeBackend.CPU",
+            "oracle.fp8:Fp8MoeBackend.CPU_W8A8",
+            "oracle.int8:backend_to_kernel_cls",
+            "oracle.int8:Int8MoeBackend.CPU",
+            "oracle.int_wna16:backend_to_kernel_cls",
+            "oracle.int_wna16:WNA16MoEBackend.CPU",
+            "oracle.int_wna16:WNA16MoEBackend.ZEN_CPU",
+            "oracle.mxfp4:backend_to_kernel_cls",
+            "oracle.mxfp4:Mxfp4MoeBackend.CPU",
+            "modular_kernel:FusedMoEExperts._supports_current_device",
+        )
     ),
     TouchedName(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._select_forward",
@@ -339,6 +362,44 @@ LEDGER: tuple[TouchedName, ...] = (
         "`device_communicator.dist_module.group_name` names the shared memory of the CPU collectives, which stays "
         "behind in /dev/shm when `vllm serve` stops",
         "vLLM unlinks it once it is mapped",
+    ),
+    TouchedName(
+        "vllm.envs:VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
+        "use",
+        "the older Ray executor calls the model runner past the worker, so it is refused",
+        "the older executor is gone",
+    ),
+    TouchedName(
+        "vllm.platforms.interface:Platform.ray_device_key",
+        "patch",
+        "the CPU platform names no resource of Ray's, and is refused by vLLM for that (integration/ray_on_cpu.py)",
+        "CpuPlatform names one",
+    ),
+    TouchedName(
+        "vllm.v1.executor.ray_executor_v2:RayExecutorV2._init_executor",
+        "subclass",
+        "ranks as Ray actors on the CPU build (integration/ray_on_cpu.py)",
+        "CpuPlatform names a resource of Ray's",
+        ("self",),
+        platform="cpu",
+        package="ray",
+    ),
+    TouchedName(
+        "vllm.v1.executor.ray_executor_v2:RayExecutorV2._get_actor_resource_kwargs",
+        "patch",
+        "a rank on the CPU build takes the CPU of its bundle and no device",
+        "as above",
+        platform="cpu",
+        package="ray",
+    ),
+    TouchedName(
+        "vllm.v1.executor.ray_executor_v2:RayWorkerProc.get_node_and_physical_gpu_ids",
+        "patch",
+        "a rank on the CPU build has no device numbers",
+        "as above",
+        ("self",),
+        platform="cpu",
+        package="ray",
     ),
     TouchedName(
         "vllm.model_executor.models.dbrx:DbrxModel.load_weights",

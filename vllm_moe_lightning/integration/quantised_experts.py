@@ -8,13 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe.oracle import fp8, int8, int_wna16, mxfp4
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.fp8 import backend_to_kernel_cls as fp8_kernels
+from vllm.model_executor.layers.fused_moe.oracle.int8 import Int8MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.int8 import backend_to_kernel_cls as int8_kernels
+from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import backend_to_kernel_cls as int4_kernels
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import backend_to_kernel_cls as mxfp4_kernels
 from vllm.platforms import current_platform
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.weight_quantisation import ExpertFormat, ExpertScheme, expert_format
 
 CURE = "run it on a GPU, or take the checkpoint that is not quantised"
+
+
+def has_quantised_experts(model_config: Any) -> bool:
+    return expert_format(model_config.hf_config.to_dict()) is not None
 
 
 def refuse_experts_without_kernel(model_config: Any) -> None:
@@ -43,13 +54,11 @@ def _missing(form: ExpertFormat, dtype: torch.dtype) -> str | None:
 def cpu_kernels(scheme: ExpertScheme) -> list[Any]:
     """The classes that vLLM would try for a scheme; none if it has none for the CPU."""
     if scheme is ExpertScheme.FP8_BLOCK:
-        backends = (fp8.Fp8MoeBackend.CPU, fp8.Fp8MoeBackend.CPU_W8A8)
-        return [kernel for backend in backends for kernel in fp8.backend_to_kernel_cls(backend)]
+        return [*fp8_kernels(Fp8MoeBackend.CPU), *fp8_kernels(Fp8MoeBackend.CPU_W8A8)]
     if scheme is ExpertScheme.INT8:
-        return list(int8.backend_to_kernel_cls(int8.Int8MoeBackend.CPU))
+        return list(int8_kernels(Int8MoeBackend.CPU))
     if scheme is ExpertScheme.INT4:
-        backends_4bit = (int_wna16.WNA16MoEBackend.CPU, int_wna16.WNA16MoEBackend.ZEN_CPU)
-        return [kernel for backend in backends_4bit for kernel in int_wna16.backend_to_kernel_cls(backend)]
+        return [*int4_kernels(WNA16MoEBackend.CPU), *int4_kernels(WNA16MoEBackend.ZEN_CPU)]
     if scheme is ExpertScheme.MXFP4:
-        return list(mxfp4.backend_to_kernel_cls(mxfp4.Mxfp4MoeBackend.CPU))
+        return list(mxfp4_kernels(Mxfp4MoeBackend.CPU))
     return []

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_moe_lightning.policy.grid import LARGEST_NUM_MICRO_BATCHES, Bools, Choice, Floats, Line, PlanTable
+from vllm_moe_lightning.policy.grid import Bools, Choice, Floats, Line, PlanTable
+from vllm_moe_lightning.policy.limits import LARGEST_NUM_MICRO_BATCHES
 
 # What a solver may overstep a constraint by; kept free, so that plain arithmetic agrees afterwards.
 FEASIBILITY_GB = 2e-6

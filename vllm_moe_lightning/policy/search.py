@@ -19,16 +19,8 @@ from vllm_moe_lightning.memory_model import MemoryNeed
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy import milp
 from vllm_moe_lightning.policy.brute_force import brute_force
-from vllm_moe_lightning.policy.grid import (
-    GB,
-    MS,
-    Batching,
-    Choice,
-    PlanLimits,
-    job_cost,
-    memory_needs,
-    tabulate,
-)
+from vllm_moe_lightning.policy.grid import GB, MS, Choice, job_cost, memory_needs, tabulate
+from vllm_moe_lightning.policy.limits import Batching, PlanLimits
 from vllm_moe_lightning.policy.screening import Screened, screen
 from vllm_moe_lightning.policy.shortage import find_shortage
 from vllm_moe_lightning.resources import HrmResource

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.policy.grid import GB, PlanLimits
+from vllm_moe_lightning.policy.grid import GB
+from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
 from vllm_moe_lightning.workload import Workload
 

@@ -9,7 +9,8 @@ import numpy as np
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.memory_model import MemoryNeed
 from vllm_moe_lightning.model_spec import MoeModelSpec
-from vllm_moe_lightning.policy.grid import GB, Choice, Floats, Line, PlanLimits, PlanTable, memory_needs
+from vllm_moe_lightning.policy.grid import GB, Choice, Floats, Line, PlanTable, memory_needs
+from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.screening import FEASIBILITY_GB
 from vllm_moe_lightning.workload import Workload
 

@@ -13,7 +13,8 @@ from tests.helpers.plan_draws import GIB, Draw, draw, with_memory
 from vllm_moe_lightning.errors import PolicyInfeasibleError
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.hardware_presets import GPU_PRESETS, preset_profile
-from vllm_moe_lightning.policy.grid import Batching, PlanLimits, micro_batch_sizes, tabulate
+from vllm_moe_lightning.policy.grid import micro_batch_sizes, tabulate
+from vllm_moe_lightning.policy.limits import Batching, PlanLimits
 from vllm_moe_lightning.policy.screening import screen
 from vllm_moe_lightning.policy.search import PlannedPolicy, explain, find_policy
 from vllm_moe_lightning.policy.sensitivity import CHANGES, marginal_values
