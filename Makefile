@@ -1,6 +1,7 @@
 # Every target makes .venv on first use and reuses it after; see .ci/setup-env.
 #   make demo     the shipped model answers its prompts, with its experts paged
 #   make test     all tests          make test PYTEST_ARGS="tests/unit -k pages"
+#   make test-slow                    the tests over Ray; skipped without it: .venv/bin/pip install 'ray[data]'
 #   make native-test                  csrc's own tests, with sanitizers
 #   make lint     formatters and types, as the gate runs them
 #   make format   lets the formatters rewrite what they can
@@ -24,10 +25,10 @@ export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test native-test lint format bench clean
+.PHONY: help setup demo test test-slow native-test lint format bench clean
 
 help:
-	@sed -n '2,8s/^# *//p' Makefile
+	@sed -n '2,9s/^# *//p' Makefile
 
 setup:
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' bash .ci/setup-env
@@ -38,6 +39,9 @@ demo: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: setup
+	@$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 native-test: setup
 	@PATH="$(abspath $(BIN)):$$PATH" bash .ci/native-test

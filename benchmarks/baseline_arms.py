@@ -39,9 +39,11 @@ class BatchOrder:
 @dataclass(frozen=True)
 class BatchRun:
     elapsed_s: float
-    first_tokens: tuple[int, ...]
-    """Of the first prompt's answer, to see that it is the same model."""
-    num_generated: int
+    answers: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_generated(self) -> int:
+        return sum(map(len, self.answers))
 
 
 class BaselineArm(EngineProcess):
@@ -93,8 +95,7 @@ def _serve_transformers(
         started_s = time.monotonic()
         out = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **limits)
         elapsed_s = time.monotonic() - started_s
-        generated = out[:, tokens.shape[1] :]
-        return BatchRun(elapsed_s, tuple(generated[0].tolist()), generated.numel())
+        return BatchRun(elapsed_s, tuple(map(tuple, out[:, tokens.shape[1] :].tolist())))
 
     connection.send({"version": version, "threads": torch.get_num_threads()})
     serve_orders(connection, answer, FAILURES)
@@ -179,4 +180,4 @@ class _LlamaDecoder:
             for index, answer in enumerate(answers):
                 answer.append(self._best(index))
         elapsed_s = time.monotonic() - started_s
-        return BatchRun(elapsed_s, tuple(answers[0]), sum(map(len, answers)))
+        return BatchRun(elapsed_s, tuple(map(tuple, answers)))

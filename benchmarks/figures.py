@@ -72,10 +72,6 @@ def _cpu(result: Result) -> str:
     return "cpu"
 
 
-def _modelled(result: Result) -> str:
-    return "none: computed"
-
-
 def _named(result: Result) -> str:
     return str(result["device"])
 
@@ -123,7 +119,7 @@ def _memory_model(gpu: str, what: str, key: str) -> Figure:
         lambda result: result["summary"]["modelled"].get(gpu, {}).get("0.9", {}).get(key),
         RATIO,
         _command("host_memory_sweep", "host_memory_sweep"),
-        _modelled,
+        _cpu,
     )
 
 
@@ -211,7 +207,7 @@ FIGURES: tuple[Figure, ...] = (
         lambda result: result["summary"]["median_abs_error_absolute_loss_left_out"],
         SHARE,
         _command("hrm_vs_paper", "hrm_vs_paper"),
-        _modelled,
+        _cpu,
     ),
     _attention("CPU attention, part of the read bandwidth", "fraction_of_read_bw_block128", SHARE),
     _attention("CPU attention over vLLM's best", "vs_vllm_best_block128", RATIO),

@@ -3,13 +3,15 @@
 
 Kernels against float64; results of the schedules against plain torch; the machine's profile, a plan for it, and what
 was predicted beside what was measured; all schedules and a stock-like layer prefetcher at equal device memory. Needs
-torch, numpy and this package: no vLLM, no network. `--device emulated` does the same in small on any CPU.
+torch, triton, numpy and this package: no vLLM, no network. `--device emulated` does the same in small on any CPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +33,7 @@ from benchmarks.fp64_checks import kernel_checks
 from benchmarks.gpu_engine import ARMS, GpuEngine
 from benchmarks.gpu_report import failures, show, summarise
 from benchmarks.machine import ROOT, describe
+from benchmarks.paged_moe_checks import paged_moe_checks
 from benchmarks.schedule_check import schedule_error
 from benchmarks.torch_decoder import DecoderConfig
 from vllm_moe_lightning.config import MoeLightningConfig
@@ -93,8 +96,7 @@ TINY_EFFORT = Effort(repeats=3, buffer_bytes=4 * MIB, kv_bytes=8 * MIB, gemm_siz
 def check_for(kind: DeviceKind, device_memory_gib: float) -> Check:
     if kind is DeviceKind.EMULATED:
         return Check(TINY_LAYER, 48, 16, 64, 2 * MIB, TINY_EFFORT, num_rounds=1, steps_per_round=2)
-    # bfloat16 came with compute capability 8; a T4 has float16 alone.
-    dtype = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    dtype = half_types()[-1]
     layer_bytes = 3 * MIXTRAL_LAYER.num_experts * MIXTRAL_LAYER.hidden * MIXTRAL_LAYER.intermediate * dtype.itemsize
     # Half of host memory: keys and values come beside them, and a layer more while they are moved.
     num_layers = min(MIXTRAL_LAYER.num_layers, int(available_memory_bytes() * 0.5 // layer_bytes))
@@ -114,10 +116,12 @@ def build_library(console: Console) -> None:
         native.library()
         return
     except MoeLightningError as error:
+        if shutil.which("cmake") is None:
+            raise MoeLightningError(f"{error}; or install cmake and a C++17 compiler, and this builds it") from error
         console.print(f"building csrc: {error}")
     folder = ROOT / "build" / "gpu_check"
     subprocess.run(["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder)], check=True, stdout=subprocess.DEVNULL)
-    subprocess.run(["cmake", "--build", str(folder), "-j"], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["cmake", "--build", str(folder), f"-j{usable_cpus()}"], check=True, stdout=subprocess.DEVNULL)
     os.environ[native.LIBRARY_VARIABLE] = str(next(folder.rglob(native.LIBRARY_NAME)))
     native.library()
 
@@ -128,13 +132,15 @@ def make_device(kind: DeviceKind, memory_bytes: int, *, stall_timeout_s: float =
     return CudaDevice(memory_bytes, stall_timeout_s=stall_timeout_s)
 
 
+def half_types() -> list[torch.dtype]:
+    """Of 16 bits, as far as the GPU has them: bfloat16 came with compute capability 8."""
+    return [torch.float16, torch.bfloat16] if torch.cuda.get_device_capability() >= (8, 0) else [torch.float16]
+
+
 def result_checks(kind: DeviceKind) -> list[dict[str, Any]]:
-    """Every schedule on a small model, against plain torch in float32 on the CPU."""
-    types = [torch.float32] if kind is DeviceKind.EMULATED else [torch.float32, torch.float16]
-    if kind is DeviceKind.CUDA and torch.cuda.get_device_capability() >= (8, 0):
-        types.append(torch.bfloat16)
+    """Every schedule on a small model, against plain torch on the CPU."""
     rows = []
-    for dtype in types:
+    for dtype in [torch.float32, *(half_types() if kind is DeviceKind.CUDA else [])]:
         for schedule in SCHEDULE_NAMES:
             error = schedule_error(make_device(kind, 64 * MIB), schedule, dtype)
             limit = RESULT_TOLERANCE[dtype]
@@ -142,15 +148,11 @@ def result_checks(kind: DeviceKind) -> list[dict[str, Any]]:
     return rows
 
 
-def triton_checks(kind: DeviceKind) -> list[dict[str, Any]]:
-    """The page-table MoE kernel, where it is there: it has its own comparison with float64."""
-    if kind is DeviceKind.EMULATED:
+def page_table_checks(kind: DeviceKind) -> list[dict[str, Any]]:
+    """On a GPU with Triton; elsewhere its tests run it in Triton's interpreter."""
+    if kind is DeviceKind.EMULATED or importlib.util.find_spec("triton") is None:
         return []
-    try:
-        from benchmarks.triton_checks import paged_moe_checks
-    except ImportError:
-        return []
-    return paged_moe_checks()
+    return paged_moe_checks(torch.device("cuda", torch.cuda.current_device()), half_types())
 
 
 def spec_of(config: DecoderConfig) -> MoeModelSpec:
@@ -272,7 +274,7 @@ def run(check: Check, kind: DeviceKind, folder: Path, console: Console) -> dict[
     with timed("kernels against float64", seconds, console):
         kernels = kernel_checks()
     with timed("page-table MoE kernel", seconds, console):
-        triton = triton_checks(kind)
+        page_table = page_table_checks(kind)
     with timed("schedules against plain torch", seconds, console):
         results = result_checks(kind)
     with timed("profile", seconds, console):
@@ -287,7 +289,7 @@ def run(check: Check, kind: DeviceKind, folder: Path, console: Console) -> dict[
     config = check.model
     return {
         "summary": summarise(str(kind), measured.profile, arms, prediction),
-        "checks": {"kernels": kernels, "page_table_moe": triton, "schedules": results},
+        "checks": {"kernels": kernels, "page_table_moe": page_table, "schedules": results},
         "arms": arms,
         "prediction": prediction,
         "plan": planned.to_dict(),

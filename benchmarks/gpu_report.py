@@ -54,7 +54,9 @@ def summarise(device: str, profile: HardwareProfile, arms: dict[str, Any], predi
 def show(result: dict[str, Any], console: Console) -> None:
     for group, rows in result["checks"].items():
         failed = [f"{row['check']}: {row['error']:.2g} > {row['limit']:g}" for row in rows if not row["ok"]]
-        console.print(f"{group}: {len(rows)} checks, {failed or 'all within tolerance'}")
+        console.print(
+            f"{group}: {len(rows)} checks, {failed or 'all within tolerance'}" if rows else f"{group}: not run"
+        )
     summary, arms, prediction = result["summary"], result["arms"], result["prediction"]
     label = summary["device"]
     table = Table(title=f"One decode step, {label}, median of its rounds (times in ms)")

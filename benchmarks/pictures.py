@@ -60,7 +60,7 @@ def draw_throughput(result: Result, path: Path) -> None:
             bound = row.get("modelled_tokens_per_s")
             if bound:
                 label = None if is_bound_named else "modelled bound of CGOPipe"
-                axes.hlines([bound], x - width, x + width, color=BOUND_COLOUR, linewidth=1.6, label=label)
+                axes.hlines([bound], x - width / 2, x + width / 2, color=BOUND_COLOUR, linewidth=1.6, label=label)
                 is_bound_named = True
         axes.bar([0], [0], color=colour, label=arm)
     names = [f"{name}{chr(10)}padded" if padded else name for name, padded in workloads]
@@ -68,7 +68,7 @@ def draw_throughput(result: Result, path: Path) -> None:
     axes.set_ylabel("generated tokens/s, prefill included")
     load = result["machine"]["load_average"]
     axes.set_title(f"{result['device']} device, {result['machine']['cpu']}, load {load:.1f}", fontsize=9, loc="left")
-    axes.legend(fontsize=8, frameon=False, ncols=2)
+    figure.legend(loc="outside upper center", fontsize=8, frameon=False, ncols=4)
     _without_frame(axes)
     figure.savefig(path, dpi=150)
 

@@ -76,6 +76,8 @@ def uva_settings(model: ModelBytes, least_bytes: int) -> Iterator[StockSetting]:
 
 def prefetch_settings(model: ModelBytes, least_bytes: int) -> Iterator[StockSetting]:
     """Groups of layers of which the last ones are offloaded; `step` layers' buffers stay on the device."""
+    if least_bytes <= 0:
+        return
     for params, layer_bytes in ((None, model.layer), (EXPERTS, model.layer_experts)):
         for step in PREFETCH_STEPS:
             fractions: dict[float, tuple[int, int, int]] = {}
@@ -83,7 +85,7 @@ def prefetch_settings(model: ModelBytes, least_bytes: int) -> Iterator[StockSett
                 for in_group in range(1, group + 1):
                     count = sum(index % group >= group - in_group for index in range(model.num_layers))
                     net_bytes = (count - step) * layer_bytes  # the buffers take their part back
-                    if step < count and net_bytes >= max(least_bytes, 1):
+                    if step < count and net_bytes >= least_bytes:
                         fractions.setdefault(count / model.num_layers, (group, in_group, count * layer_bytes))
             for _, (group, in_group, size) in sorted(fractions.items())[:NUM_FRACTIONS]:
                 args: dict[str, Any] = {

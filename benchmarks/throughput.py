@@ -163,10 +163,10 @@ def main(
     if append and json_file.exists():
         result = merged(json_file, result)
     show(result, console)
+    if not any(row["arm"] == OURS for row in rows):
+        raise typer.Exit(1)  # nothing to compare with, and nothing to keep
     json_file.parent.mkdir(parents=True, exist_ok=True)
     json_file.write_text(json.dumps(result, indent=2) + "\n")
-    if not any(row["arm"] == OURS for row in rows):
-        raise typer.Exit(1)  # nothing to compare with
 
 
 def _gpu_field(workload: PaperWorkload, model: Path, device_memory_gib: float, padded: bool) -> Field:

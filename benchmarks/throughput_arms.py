@@ -132,30 +132,27 @@ def model_bytes(spec: MoeModelSpec) -> ModelBytes:
 def cuda_field(
     workload: PaperWorkload, spec: MoeModelSpec, budget_bytes: int, gpu_bytes: int, *, padded: bool
 ) -> Field:
-    """Never run: no GPU was at hand. The budget is the share of the GPU that vLLM may use, for every arm alike."""
+    """Never run: no GPU was at hand. Stock's budget is the share of the GPU that vLLM may use; ours is an option."""
     model, share = model_bytes(spec), budget_bytes / gpu_bytes
-    engine_args: dict[str, Any] = {
-        "max_model_len": workload.longest,
-        "enable_prefix_caching": False,
-        "gpu_memory_utilization": share,
-    }
+    engine_args: dict[str, Any] = {"max_model_len": workload.longest, "enable_prefix_caching": False}
+    stock_args = {**engine_args, "gpu_memory_utilization": share}
     options = {
         "expected_prompt_tokens": workload.prompt_max if padded else workload.prompt_mean,
         "expected_generation_tokens": workload.gen_len,
         "device_memory_mib": budget_bytes / MIB,
         "schedule": "cgopipe",
     }
-    no_threads: dict[str, str] = {"TORCHDYNAMO_DISABLE": "0", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
-    engines = {OURS: EngineSettings(engine_args, options, no_threads)}
+    environment = {"TORCHDYNAMO_DISABLE": "0", "OMP_NUM_THREADS": str(os.cpu_count() or 1)}
+    engines = {OURS: EngineSettings(engine_args, options, environment)}
     arms = [Arm(OURS, OURS, must_page=True)]
     least_kv = int(workload.longest * spec.kv_bytes_per_token)
     reserve = int(budget_bytes * RESERVED_SHARE)
     if fits_without_offload(model, budget_bytes, least_kv, reserve):
-        engines[STOCK] = EngineSettings(engine_args, None, no_threads)
+        engines[STOCK] = EngineSettings(stock_args, None, environment)
         arms.append(Arm(STOCK, STOCK))
     least = bytes_to_offload(model, budget_bytes, least_kv, reserve)
     searched = tuple(
-        StockSetting(setting.arm, {**engine_args, **setting.engine_args}, setting.offloaded_bytes)
+        StockSetting(setting.arm, {**stock_args, **setting.engine_args}, setting.offloaded_bytes)
         for settings in (uva_settings(model, least), prefetch_settings(model, least))
         for setting in settings
     )

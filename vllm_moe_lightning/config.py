@@ -14,7 +14,7 @@ OPTIONS_KEY = "moe_lightning"
 
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
-AdmissionMode = Literal["worst_case", "expected", "vllm"]
+AdmissionMode = Literal["auto", "worst_case", "expected", "vllm"]
 ExpertsPlace = Literal["device", "cpu", "auto"]
 ContextPlace = Literal["auto", "cpu", "link"]
 AttentionPlace = Literal["auto", "cpu", "device"]
@@ -91,9 +91,10 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     it up where an expert has few tokens. Unquantised SiLU experts only; on the CPU build, with our own kernel."""
     num_resident_layers: NonNegativeInt | None = None
     """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
-    admission: AdmissionMode = "worst_case"
-    """Which KV blocks a request must find free before it starts: those of its longest possible answer, so that none is
-    ever preempted; of the answers to expect by those that came before; or, as vLLM alone does, of its prompt."""
+    admission: AdmissionMode = "auto"
+    """Which KV blocks a request must find free before it starts: those of its longest possible answer (`worst_case`),
+    so that none is ever preempted; of the answers to expect by those that came before; or, as vLLM alone does, of its
+    prompt. `auto`: of its longest possible answer if it says max_tokens, else of the answers to expect."""
     page_mib: PositiveFloat | None = None
     """Size of one transfer. Default: a layer divided by the number of micro-batches, within 1..64 MiB."""
     attention_threads: PositiveInt | None = None

@@ -8,7 +8,7 @@ import torch
 
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
-from vllm_moe_lightning.weights.expert_residency import ExpertResidency, HostExperts
+from vllm_moe_lightning.weights.expert_residency import ExpertResidency, ExpertSource
 
 HIDDEN_SIZE, INTERMEDIATE_SIZE = 32, 24
 DTYPE = torch.float16
@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     host_topk_ids: torch.Tensor
 
 
-class EmulatedExperts:
+class HostedExperts:
     def __init__(
         self,
         device: Device,
@@ -46,7 +46,7 @@ class EmulatedExperts:
                 buffer = device.allocate_host(values.nbytes, f"host[{layer}].{matrix}")
                 weights.append(buffer.tensor.view(DTYPE).view(shape))
                 weights[-1].copy_(values)
-            self.layers.append(HostExperts(layer, f"host[{layer}]", *weights))
+            self.layers.append(ExpertSource(layer, f"host[{layer}]", *weights))
         self.residency = ExpertResidency(self.layers, device, num_slots=num_slots, page_bytes=page_bytes, **options)
 
     def batch(self, num_tokens: int, top_k: int, seed: int, experts: list[int] | None = None) -> Batch:
@@ -56,8 +56,9 @@ class EmulatedExperts:
         chosen = torch.rand(num_tokens, len(among), generator=rng).topk(top_k).indices
         ids = among[chosen].int()
         hidden = torch.randn(num_tokens, HIDDEN_SIZE, generator=rng).to(DTYPE)
-        return Batch(hidden, torch.rand(num_tokens, top_k, generator=rng), ids, ids.clone())
+        weights, place = torch.rand(num_tokens, top_k, generator=rng), self.device.torch_device
+        return Batch(hidden.to(place), weights.to(place), ids.to(place), ids.clone())
 
     def expected(self, layer: int, batch: Batch) -> torch.Tensor:
         source = self.layers[layer]
-        return expert_ffn(batch.hidden, source.w13, source.w2, batch.topk_ids, batch.topk_weights)
+        return expert_ffn(batch.hidden.cpu(), source.w13, source.w2, batch.host_topk_ids, batch.topk_weights.cpu())

@@ -50,10 +50,12 @@ class PagedCase:
 
 
 class PagedLayer:
-    """One case's tensors. `dense` are the weights that the pages hold, in float32 with scales applied."""
+    """One case's tensors, on `device`. `dense` are the weights that the pages hold, on the host in float32 with scales
+    applied."""
 
-    def __init__(self, case: PagedCase) -> None:
+    def __init__(self, case: PagedCase, device: str = "cpu") -> None:
         self.case, shape = case, case.shape
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
         self.rng = torch.Generator().manual_seed(case.seed)
         used = case.num_used_experts or case.num_experts
         scores = torch.rand(case.num_tokens, used, generator=self.rng)
@@ -62,8 +64,8 @@ class PagedLayer:
         self.topk_ids.view(-1)[left_out] = -1
         self.topk_weights = torch.rand(case.num_tokens, case.top_k, generator=self.rng)
         spread = nan_bytes((case.num_tokens, case.hidden_size + GUARD), case.dtype)
-        self.hidden = spread[:, : case.hidden_size]
-        self.hidden.copy_(torch.randn(self.hidden.shape, generator=self.rng))
+        spread[:, : case.hidden_size] = torch.randn(case.num_tokens, case.hidden_size, generator=self.rng)
+        self.hidden = spread.to(self.device)[:, : case.hidden_size]
         self.pages: list[torch.Tensor] = []
         self.dense: dict[str, torch.Tensor] = {}
         rows, scales = {}, {}
@@ -72,6 +74,7 @@ class PagedLayer:
             rows_per_page = case.w13_rows_per_page if matrix == "w13" else case.w2_rows_per_page
             rows[matrix] = self._page(weights, rows_per_page)
         self.table = PageTable(shape, rows["w13"], rows["w2"], scales["w13"], scales["w2"])
+        self.topk_ids, self.topk_weights = self.topk_ids.to(self.device), self.topk_weights.to(self.device)
 
     def _weights(self, shape: ExpertShape, matrix: Matrix) -> tuple[torch.Tensor, ExpertScales | None]:
         num_rows, num_columns = shape.num_rows(matrix), shape.num_columns(matrix)
@@ -89,8 +92,8 @@ class PagedLayer:
         quantised = (weights / factors).clamp(-MAX_FLOAT8, MAX_FLOAT8).to(FLOAT8)
         self.dense[matrix] = quantised.float() * factors
         if self.case.scale_group == (0, 0):
-            return quantised, scales_per_tensor(values.view(shape.num_experts), shape, matrix)
-        return quantised, ExpertScales(values, group_rows, group_columns)
+            return quantised, scales_per_tensor(values.view(shape.num_experts).to(self.device), shape, matrix)
+        return quantised, ExpertScales(values.to(self.device), group_rows, group_columns)
 
     def _page(self, weights: torch.Tensor, rows_per_page: int) -> PagedRows:
         num_experts, num_rows, _ = weights.shape
@@ -105,20 +108,23 @@ class PagedLayer:
                 if page not in held:
                     held[page] = torch.full((rows_per_page, raw.shape[2]), 0xFF, dtype=torch.uint8)
                 held[page][place] = raw[expert, row]
+        held = {page: rows.to(self.device) for page, rows in held.items()}
         self.pages += held.values()
         addresses = [held[page].data_ptr() if page in held else 0 for page in range(num_pages)]
-        return PagedRows(torch.tensor(addresses), first_rows, rows_per_page)
+        return PagedRows(torch.tensor(addresses, device=self.device), first_rows.to(self.device), rows_per_page)
 
     def used_experts(self) -> list[int]:
         return [expert for expert in self.topk_ids.unique().tolist() if expert >= 0]
 
     def expected(self) -> torch.Tensor:
-        """[T, H] in float32, from the dense weights."""
-        return expert_ffn(self.hidden, self.dense["w13"], self.dense["w2"], self.topk_ids, self.topk_weights)
+        """[T, H] in float32 on the host, from the dense weights."""
+        batch = (self.topk_ids.cpu(), self.topk_weights.cpu())
+        return expert_ffn(self.hidden.cpu(), self.dense["w13"], self.dense["w2"], *batch)
 
     def guarded_output(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows for the output, and all the memory that they lie in."""
-        memory = torch.full((self.case.num_tokens + 2, self.case.hidden_size + GUARD), SENTINEL, dtype=self.case.dtype)
+        size = (self.case.num_tokens + 2, self.case.hidden_size + GUARD)
+        memory = torch.full(size, SENTINEL, dtype=self.case.dtype, device=self.device)
         return memory[1:-1, : self.case.hidden_size], memory
 
     def is_guarded(self, memory: torch.Tensor) -> bool:
@@ -129,4 +135,4 @@ class PagedLayer:
 
 def relative_rms(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Of the errors, over that of what is expected."""
-    return float((actual.double() - expected).norm() / expected.norm())
+    return float((actual.cpu().double() - expected).norm() / expected.norm())

@@ -8,8 +8,14 @@ real classes for thousands of steps.
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections import deque
+from pathlib import Path
 from typing import Any
+
+from vllm_moe_lightning.integration.exposition import DIRECTORY_KEY, NODE_KEY
+from vllm_moe_lightning.integration.metrics_file import read_metrics
+from vllm_moe_lightning.integration.peers import node_identity
 
 STOP_TOKEN = 7
 _MOST_STEPS = 20_000
@@ -34,15 +40,21 @@ def drive(
     as the engine does. `config`: further attributes of SchedulerConfig.
 
     Returns, per step, what each request was given and who had a token to decode but was given none; per request, the
-    step of its first token and of its end; preemptions; and blocks before and after.
+    step of its first token and of its end; preemptions; blocks before and after; and what was published.
     """
+    metrics = Path(tempfile.mkdtemp(prefix="scheduler-metrics-"))
     made = _make_scheduler(
         llm,
         scheduler,
         num_blocks,
         max_model_len,
         {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, **(config or {})},
-        {"moe_lightning": options or {}, **({"moe_lightning_plan": plan} if plan else {})},
+        {
+            "moe_lightning": options or {},
+            **({"moe_lightning_plan": plan} if plan else {}),
+            DIRECTORY_KEY: str(metrics),
+            NODE_KEY: node_identity(),
+        },
         enable_prefix_caching,
     )
     pool = made.kv_cache_manager.block_pool
@@ -81,7 +93,15 @@ def drive(
         while in_flight and (len(in_flight) >= depth or not given):
             _take_output(made, requests, *in_flight.popleft(), now, first_token, ended)
         assert now < _MOST_STEPS, "the scheduler does not come to an end"
+    busy = read_metrics(metrics)
+    made.schedule()  # as the engine does before it is idle, to tell the workers which requests have ended
+    idle = read_metrics(metrics)
+    made.shutdown()
+    assert read_metrics(metrics) == {}
     return {
+        # By name and label. Gauges as of the last step with work, and after it.
+        "metrics": {" ".join(key): value for key, value in busy.items()},
+        "idle_metrics": {" ".join(key): value for key, value in idle.items()},
         "steps": steps,
         "first_token": first_token,
         "ended": ended,

@@ -107,6 +107,10 @@ def leave_runner_unset() -> None:
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
 
 
+def ask_for_the_older_ray_executor() -> None:
+    os.environ["VLLM_USE_RAY_V2_EXECUTOR_BACKEND"] = "0"
+
+
 def leave_out_plugins() -> None:
     os.environ["VLLM_PLUGINS"] = ""
 

@@ -4,11 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +12,8 @@ import torch
 from tests.helpers.engine import ENVIRONMENT, ROOT, EngineFailedError, run_engine
 from tests.helpers.engine_call import PRELOAD, call, calls, result_of
 from vllm_moe_lightning.config import OPTIONS_KEY
-from vllm_moe_lightning.integration.parity_run import CheckRequest, EngineJob, check, reason_in, request_of
+from vllm_moe_lightning.integration.parity_engine import reason
+from vllm_moe_lightning.integration.parity_run import CheckRequest, EngineJob, check, request_of, run_in_process
 from vllm_moe_lightning.parity import EngineAnswers
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 
@@ -41,7 +38,8 @@ def forked(job: EngineJob) -> EngineAnswers:
             model, [calls(rpc)], plugin=job.is_ours, moe_lightning=options, engine_args=args, preload=[PRELOAD]
         )
     except EngineFailedError as error:
-        return EngineAnswers(error=reason_in(error.log, error.returncode or 0))
+        *_, (kind, message) = re.findall(r"^(?:\w+\.)*(\w*Error): (.+)$", error.log, re.MULTILINE)
+        return EngineAnswers(error=reason(kind, message))
     answers = EngineAnswers(**result_of(result.jobs[0]))
     if not job.is_ours:
         _stock[key] = answers
@@ -93,23 +91,13 @@ def test_bfloat16_is_measured_against_stocks_own_distance_from_float32(checkpoin
     assert "from float32 in the mean, stock" in report.parity.verdict()
 
 
-def test_the_command_checks_the_first_layers_and_ends_with_the_verdict(tmp_path):
-    report_file = tmp_path / "check.json"
-    command = [str(Path(sys.executable).parent / "vllm-moe-lightning"), "check", "--layers", "2", "--tokens", "2"]
-    command += ["--model", str(ROOT / "examples/tiny-shakespeare-moe"), "--json", str(report_file)]
-    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=300)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    assert "taking the first 2 of 8 layers" in result.stdout
-    verdict = result.stdout.splitlines()[-1]
-    assert verdict.startswith(
-        f"PASS: experts held: {2 * 8 * 2} expert matrices are stock's, byte for byte; bytes paged: "
-    )
-    assert verdict.endswith("(device: emulated)")
-    report = json.loads(report_file.read_text())
-    assert report["is_right"] is True
-    assert [finding["what"] for finding in report["findings"]] == [
-        "experts held",
-        "bytes paged",
-        "tokens",
-        "log-probabilities",
-    ]
+def test_the_first_layers_are_checked_as_well_in_a_process_of_its_own(tmp_path):
+    """The process is ours alone, to save time: stock vLLM answers in a fork."""
+    request = CheckRequest(ROOT / "examples/tiny-shakespeare-moe", num_layers=2, max_tokens=2)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        report = check(request, tmp_path, run=lambda job: run_in_process(job) if job.is_ours else forked(job))
+    verdict = report.parity.verdict()
+    assert verdict.startswith(f"PASS: experts held: {2 * 8 * 2} expert matrices are stock's, byte for byte; "), verdict
+    assert (report.settings["layers"], report.settings["layers_of_model"]) == (2, 8)

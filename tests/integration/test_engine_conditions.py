@@ -42,7 +42,7 @@ def test_two_ranks_under_one_plan_page_their_slices_and_give_the_same_tokens(che
     result = run_paged(
         checkpoint("mixtral"),
         [Job(prompts, before=reconfigured(num_micro_batches=3))],
-        options={"planner": "auto", "hardware": "t4", "num_resident_layers": 0},
+        options={"planner": "auto", "hardware": "t4", "num_resident_layers": 0, "attention": "cpu"},
         engine_args={"tensor_parallel_size": 2, "kv_cache_memory_bytes": None},
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
     )

@@ -97,6 +97,14 @@ def test_a_worker_without_the_plugin_is_refused(refusal):
     assert "VLLM_PLUGINS leaves it out" in message
 
 
+def test_the_older_ray_executor_is_refused(refusal):
+    """It would step past the worker, so that nothing is counted."""
+    pytest.importorskip("ray", reason="pip install 'vllm-moe-lightning[ray]'")
+    preload = "load_installed_plugins ask_for_the_older_ray_executor"
+    message = refusal(worker_cls=WORKER_CLS, distributed_executor_backend="ray", preload=preload)
+    assert "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND" in message
+
+
 def test_a_scheduler_without_the_plugin_is_refused(refusal):
     message = refusal(scheduler_cls=SCHEDULER_CLS, preload="leave_out_plugins")
     assert f"use --worker-cls {WORKER_CLS}" in message

@@ -87,7 +87,7 @@ def traces(checkpoint):
                 config={"policy": "priority"} if seed == 2 else {},
                 enable_prefix_caching=seed in (3, 4),
             )
-        for admission in ("worst_case", "vllm"):
+        for admission in ("auto", "worst_case", "vllm"):
             wanted[f"tight, {admission}, {name}"] = drive(
                 requests=TIGHT, scheduler=name, num_blocks=61, options={"admission": admission}
             )
@@ -99,6 +99,14 @@ def traces(checkpoint):
                 max_num_batched_tokens=256,
                 options={"admission": admission},
             )
+        # max_tokens left open: all that max_model_len leaves.
+        wanted[f"open answers, auto, {name}"] = drive(
+            requests=[{**request, "max_tokens": 419 - 20} for request in SHORT_ANSWERS],
+            scheduler=name,
+            num_blocks=61,
+            max_num_batched_tokens=256,
+            max_model_len=419,
+        )
     wanted["answers grow"] = drive(
         requests=[*SHORT_ANSWERS[:120], *({**request, "length": 390} for request in SHORT_ANSWERS[:80])],
         num_blocks=61,
@@ -202,6 +210,18 @@ def test_admission_by_expectation_runs_more_at_once_and_seldom_preempts(name, tr
     assert expected["free_after"] == expected["free_before"]
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_answers_whose_length_is_left_open_are_admitted_by_expectation_and_others_by_the_worst_case(name, trace):
+    """What happens unless an option says otherwise."""
+    worst_case, open_ones = trace(f"short answers, worst_case, {name}"), trace(f"open answers, auto, {name}")
+    stated = trace(f"tight, auto, {name}")
+    assert max(step["running"] for step in open_ones["steps"]) > 20
+    assert len(open_ones["steps"]) < 0.6 * len(worst_case["steps"])
+    assert open_ones["preemptions"] <= 0.01 * len(SHORT_ANSWERS)
+    assert stated["preemptions"] == 0
+    assert max(step["running"] for step in stated["steps"]) == 60 // 14
+
+
 def test_a_worst_case_far_from_what_happens_is_told_once(traces):
     """Both classes ran into it: 4 requests at once, with two blocks each in use out of 60."""
     assert traces[1].count("set moe_lightning.admission to 'expected'") == len(OURS)
@@ -245,3 +265,44 @@ def test_the_prefill_share_follows_the_requests_that_come_and_says_so_once(trace
     lines = [line for line in traces[1].splitlines() if "prompt tokens beside the decoding ones" in line]
     (line,) = lines
     assert "160 prompt and 22 generated" in line
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_published_counts_are_those_of_the_steps(name, trace):
+    for seed in range(6):
+        steps, requests = trace(f"random {seed}, {name}"), random_requests(seed)
+        metrics = steps["idle_metrics"]
+        tokens = sum(sum(step["tokens"].values()) for step in steps["steps"])
+        assert metrics["requests_admitted"] == len(requests)
+        assert metrics["preemptions"] == 0
+        assert metrics["scheduled_tokens prefill"] + metrics["scheduled_tokens decode"] == tokens
+        if seed not in (3, 4):  # no prefix hits
+            assert metrics["scheduled_tokens prefill"] == sum(request["prompt"] for request in requests)
+    assert trace(f"huge, {name}")["metrics"]["long_prompts_passed_over"] == 0
+    passed_over = [trace(f"random {seed}, {name}")["metrics"]["long_prompts_passed_over"] for seed in range(6)]
+    assert max(passed_over) > 0
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_waits_for_blocks_and_preemptions_are_published(name, trace):
+    worst_case, vllm = trace(f"tight, worst_case, {name}"), trace(f"tight, vllm, {name}")
+    # Four start, and whenever some end, as many do and the one behind them waits.
+    assert len(TIGHT) / 4 - 1 <= worst_case["idle_metrics"]["requests_kept_waiting_for_kv"] <= len(TIGHT) - 4
+    for steps in (worst_case, vllm):
+        metrics = steps["idle_metrics"]
+        assert metrics["kv_wait_seconds"] > 0
+        assert metrics["preemptions"] == steps["preemptions"]
+        assert metrics["requests_admitted"] == len(TIGHT) + steps["preemptions"]
+
+
+def test_gauges_of_the_scheduler_go_back_to_zero(trace):
+    steps = trace("tight, worst_case, MoELightningScheduler")
+    assert steps["metrics"]["kv_reserved_ratio"] > 0
+    assert steps["metrics"]["step_tokens"] > 0
+    for gauge in ("kv_reserved_ratio", "step_tokens", "requests_waiting_for_kv"):
+        assert steps["idle_metrics"][gauge] == 0
+
+
+def test_a_new_prefill_share_is_counted(trace):
+    assert trace("re-planned")["metrics"]["prefill_share_replans"] == 1
+    assert trace("planned")["metrics"]["prefill_share_replans"] == 0

@@ -114,12 +114,17 @@ def test_metrics_show_what_was_paged_and_gauges_go_back_to_zero(server: Server, 
     assert pages == 16 * total(busy, "sweeps_total") + 2 * total(busy, "refills_total")
     host_bytes = busy["expert_bytes"][frozenset({("place", "host"), ("rank", "0")})]
     assert total(busy, "bytes_paged_total") == pages / 16 * host_bytes
+    assert total(busy, "requests_admitted_total") - total(before, "requests_admitted_total") == 8
+    assert total(busy, "preemptions_total") == total(busy, "requests_kept_waiting_for_kv_total") == 0
+    decoded = [found["scheduled_tokens_total"][frozenset({("kind", "decode")})] for found in (before, busy)]
+    assert decoded[1] - decoded[0] == generated - 8  # a prompt's last sweep makes the first token
+    assert total(busy, "scheduled_tokens_total") == total(busy, "computed_tokens_total")
     for name in ("achieved_tokens_per_second", "num_micro_batches", "compute_busy_ratio", "link_busy_ratio"):
         assert total(busy, name) > 0, name
     assert total(busy, "bottleneck") == 1
 
     gauges = ["achieved_tokens_per_second", "num_micro_batches", "bottleneck", "wait_ratio", "link_busy_ratio"]
-    gauges += ["compute_busy_ratio", "cpu_attention_busy_ratio"]
+    gauges += ["compute_busy_ratio", "cpu_attention_busy_ratio", "kv_reserved_ratio", "step_tokens"]
     deadline_s = time.monotonic() + 30
     while any(total(metrics_of(server), name) for name in gauges):
         assert time.monotonic() < deadline_s, metrics_of(server)

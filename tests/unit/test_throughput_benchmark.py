@@ -12,6 +12,8 @@ pytest.importorskip("torch")
 
 from benchmarks.arm_engine import ArmRun, ArmStarted
 from benchmarks.competition import order_of_round, summary_of, unequal_conditions
+from benchmarks.job_checkpoint import CheckpointShape
+from benchmarks.paper_fit import spec_of
 from benchmarks.stock_offload import (
     PREFETCH,
     UVA,
@@ -23,7 +25,19 @@ from benchmarks.stock_offload import (
     uva_settings,
 )
 from benchmarks.throughput import merged
-from benchmarks.throughput_arms import Arm, NotComparableError, best_settings, check_run
+from benchmarks.throughput_arms import (
+    OURS,
+    STOCK,
+    STOCK_CPU,
+    Arm,
+    EmulatedBudget,
+    NotComparableError,
+    best_settings,
+    check_run,
+    cuda_field,
+    emulated_field,
+)
+from benchmarks.workloads import WORKLOADS
 
 GIB = 1 << 30
 MODEL = ModelBytes(num_layers=32, layer=3 * GIB, layer_experts=2 * GIB + GIB // 2, other=GIB)
@@ -169,3 +183,41 @@ def test_a_run_replaces_its_workloads_rows_in_the_file_and_keeps_the_others(tmp_
     assert [(entry["workload"], entry["rate"]) for entry in both["remarks"]] == [("a", 1.0), ("b", 2.0), ("c", 2.0)]
     assert both["machines"] == {"a": 1.0, "b": 2.0, "c": 2.0}
     assert both["summary"]["num_rounds"] == 3
+
+
+def test_all_arms_of_the_emulated_device_have_one_budget_one_cache_and_no_prefix_caching() -> None:
+    field = emulated_field(WORKLOADS["mtbench-64"], CheckpointShape(), EmulatedBudget(), padded=False)
+    assert [arm.name for arm in field.arms] == ["cgopipe", "s2", "s3", "serial", "s4", STOCK_CPU]
+    assert {arm.name for arm in field.arms if not arm.must_page} == {STOCK_CPU}
+    first, *others = (settings.engine_args for settings in field.engines.values())
+    assert all(args == first for args in others)
+    assert first["enable_prefix_caching"] is False
+    ours = [dict(settings.moe_lightning or {}) for settings in field.engines.values() if settings.moe_lightning]
+    for options in ours:
+        options.pop("schedule")
+    assert ours[0] == ours[1]
+
+
+def test_only_named_arms_take_part_and_unknown_names_are_refused() -> None:
+    field = emulated_field(WORKLOADS["mtbench-64"], CheckpointShape(), EmulatedBudget(), padded=False)
+    assert [arm.name for arm in field.only(["s4", "cgopipe"]).arms] == ["cgopipe", "s4"]
+    with pytest.raises(ValueError, match="no arms \\['s5'\\]"):
+        field.only(["s5"])
+
+
+@pytest.mark.parametrize(("budget_gib", "fits"), [(24, False), (120, True)])
+def test_on_a_gpu_every_arm_has_the_same_budget_and_stock_offloads_what_does_not_fit(
+    budget_gib: int, fits: bool
+) -> None:
+    spec, work = spec_of("mixtral-8x7b"), WORKLOADS["mtbench-128"]
+    field = cuda_field(work, spec, budget_gib * GIB, 141 * GIB, padded=False)
+    assert field.engines[OURS].moe_lightning is not None
+    assert field.engines[OURS].moe_lightning["device_memory_mib"] == budget_gib * 1024
+    assert (STOCK in field.engines) == fits
+    stock = [settings.engine_args for name, settings in field.engines.items() if name != OURS]
+    stock += [setting.engine_args for setting in field.searched]
+    assert stock
+    assert all(args["gpu_memory_utilization"] == pytest.approx(budget_gib / 141) for args in stock)
+    assert {setting.arm for setting in field.searched} == (set() if fits else {UVA, PREFETCH})
+    assert all(setting.offloaded_bytes > (spec.total_bytes - budget_gib * GIB) for setting in field.searched)
+    assert field.alive_at_once == (not fits)  # three engines of 24 GiB, but not two of 120

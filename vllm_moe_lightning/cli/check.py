@@ -104,7 +104,8 @@ def _show(report: CheckReport) -> None:
         ("bytes_paged", "bytes paged"),
     ):
         cells = [figures[side].get(name, "") for side in ("stock", "ours")]
-        table.add_row(label, *(_cell(value) for value in cells))
+        if any(value != "" for value in cells):
+            table.add_row(label, *(_cell(value) for value in cells))
     console.print(table)
     for finding in report.parity.findings:
         mark = Text("ok   ", "green") if finding.is_right else Text("WRONG", "bold red")

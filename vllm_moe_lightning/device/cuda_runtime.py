@@ -152,11 +152,11 @@ class TorchCuda:
         return self._driver.cuEventSynchronize, ctypes.c_void_p(event.cuda_event)
 
     def copy(self, stream: StreamHandle, dst: torch.Tensor, src: torch.Tensor) -> None:
-        with torch.cuda.stream(stream):
+        with torch.inference_mode(), torch.cuda.stream(stream):  # the model's tensors may be of that mode
             dst.copy_(src, non_blocking=True)
 
     def fill(self, stream: StreamHandle, dst: torch.Tensor, byte: int) -> None:
-        with torch.cuda.stream(stream):
+        with torch.inference_mode(), torch.cuda.stream(stream):
             dst.fill_(byte)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:

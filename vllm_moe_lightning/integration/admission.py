@@ -3,7 +3,7 @@
 Counts only, nothing of vLLM. A request is admitted when its blocks fit beside those that the running ones hold or
 will still take, so that nobody has to be preempted half way. `worst_case` counts on max_tokens; `expected` on what nine
 of ten recent requests stayed within (request_mix.py), and on max_tokens again after a preemption, until that has been
-learned anew; `vllm` reserves nothing.
+learned anew; `auto` counts on max_tokens where a request says it, and is like `expected` else; `vllm` reserves nothing.
 """
 
 from __future__ import annotations

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 
 from vllm_moe_lightning.errors import UnsupportedError
-from vllm_moe_lightning.integration.ledger import LEDGER, TouchedName
+from vllm_moe_lightning.integration.ledger import LEDGER
+from vllm_moe_lightning.integration.touched_name import TouchedName
 
 SUPPORTED_VERSIONS = ((0, 32), (0, 33))
 CHECKED_VERSIONS = "0.32.0 (run), 0.33.0 (names and parameters in its sources)"
@@ -32,7 +34,12 @@ def missing_names(ledger: tuple[TouchedName, ...] = LEDGER) -> list[str]:
     from vllm.platforms import current_platform
 
     platform = "cpu" if current_platform.is_cpu() else "cuda"
-    return [entry.symbol for entry in ledger if entry.platform in ("any", platform) and not _is_there(entry)]
+    touched = [
+        entry
+        for entry in ledger
+        if entry.platform in ("any", platform) and (entry.package is None or entry.package in sys.modules)
+    ]
+    return [entry.symbol for entry in touched if not _is_there(entry)]
 
 
 def require_ledger() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import vllm.envs as envs
 from msgspec.structs import replace
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.logger import init_logger
@@ -71,6 +72,10 @@ def configure(vllm_config: Any) -> None:
         return
 
     vllm_config.parallel_config.worker_cls = WORKER_CLS
+    if vllm_config.parallel_config.distributed_executor_backend == "ray" and current_platform.is_cpu():
+        from vllm_moe_lightning.integration.ray_on_cpu import CpuRayExecutor  # imports Ray
+
+        vllm_config.parallel_config.distributed_executor_backend = CpuRayExecutor
     vllm_config.scheduler_config.scheduler_cls = scheduler_cls
     if not vllm_config.model_config.enforce_eager:
         logger.info("moe_lightning: running eagerly (torch.compile and CUDA graphs cannot pause at attention)")
@@ -191,6 +196,11 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
             options.planner == "auto" and parallel._api_process_count > 1,
             "planning with several API servers, each of which would plan for itself",
             "drop --api-server-count, or set moe_lightning.planner to 'off'",
+        ),
+        (
+            parallel.use_ray and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True),  # gone in 0.33
+            "vLLM's older Ray executor, which steps past the worker",
+            "unset VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
         ),
         (parallel.enable_expert_parallel, "expert parallelism", "drop --enable-expert-parallel"),
         (parallel.enable_eplb, "expert load balancing", "drop --enable-eplb"),

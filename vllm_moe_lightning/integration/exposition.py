@@ -20,12 +20,14 @@ from vllm.logger import init_logger
 
 from vllm_moe_lightning.engine_plan import PredictedFigures
 from vllm_moe_lightning.integration.metrics_file import DIRECTORY_PREFIX, MetricsCollector, read_metrics
+from vllm_moe_lightning.integration.peers import node_identity
 from vllm_moe_lightning.pipeline.comparison import AchievedFigures, achieved_figures, as_text, comparison
 
 logger = init_logger("vllm.vllm_moe_lightning.metrics")
 
 DIRECTORY_KEY = "moe_lightning_metrics"
-"""Key of `additional_config`. Written by us, not by users."""
+NODE_KEY = "moe_lightning_metrics_node"
+"""Keys of `additional_config`: the folder, and the machine it is on. Written by us, not by users."""
 
 _collector: MetricsCollector | None = None
 
@@ -38,7 +40,7 @@ def open_metrics(vllm_config: Any) -> None:
     shared = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     # Workers make the folder, and take it away when they leave: if this process is killed, nothing of it stays.
     directory = Path(shared or f"{tempfile.gettempdir()}/{DIRECTORY_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
-    vllm_config.additional_config[DIRECTORY_KEY] = str(directory)
+    vllm_config.additional_config.update({DIRECTORY_KEY: str(directory), NODE_KEY: node_identity()})
     if shared is None:
         _show(directory)
     if multiprocessing.parent_process() is None:  # an API server beside others leaves the end to who started it
@@ -56,8 +58,16 @@ def _show(directory: Path) -> None:
     REGISTRY.register(_collector)
 
 
-def metrics_directory(vllm_config: Any) -> Path:
-    return Path(vllm_config.additional_config[DIRECTORY_KEY])
+def metrics_directory(vllm_config: Any) -> Path | None:
+    """None on another machine than the front end's, which would not see what is written there, and where no front end
+    has asked for metrics."""
+    additional = vllm_config.additional_config
+    return Path(additional[DIRECTORY_KEY]) if additional.get(NODE_KEY) == node_identity() else None
+
+
+def metrics_labels(vllm_config: Any) -> dict[str, str]:
+    """As vLLM labels its own."""
+    return {"model_name": vllm_config.model_config.served_model_name, "engine": "0"}
 
 
 def log_run(device: str, predicted: PredictedFigures | None, achieved: AchievedFigures) -> None:

@@ -1,7 +1,7 @@
-"""Our metrics by name, and the files through which a worker hands them to whoever serves /metrics.
+"""Our metrics by name, and the files through which workers and scheduler hand them to whoever serves /metrics.
 
 The files are those of prometheus_client's multi-process mode: mapped memory, so that a value is published by writing
-eight bytes and read without asking the worker, however busy or dead it is.
+eight bytes and read without asking its writer, however busy or dead that is.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ class Metric:
     labels: tuple[str, ...] = ()
     """Besides model_name, engine and, unless it is the whole engine's, rank."""
     is_per_rank: bool = True
+    is_of_scheduler: bool = False
+    """Written by the engine core, and not by workers."""
+
+
+def _of_scheduler(name: str, kind: Literal["counter", "gauge"], help: str, *labels: str) -> Metric:
+    return Metric(name, kind, help, labels, is_per_rank=False, is_of_scheduler=True)
 
 
 _WINDOW = "over the last seconds (moe_lightning.metrics_window_s, or three sweeps if they take longer), 0 when idle"
@@ -86,21 +92,42 @@ METRICS = {
         Metric("host_kv_bytes", "gauge", "Host memory of the KV cache; vllm:kv_cache_usage_perc is the share in use."),
         Metric("expert_bytes", "gauge", "Experts by where they are kept: host, device.", ("place",)),
         Metric("engine_info", "gauge", "Always 1.", ("device",), is_per_rank=False),
+        _of_scheduler("requests_admitted", "counter", "Requests that began to run; again after each preemption."),
+        _of_scheduler(
+            "requests_kept_waiting_for_kv", "counter", "Times a request was next in turn and found no KV blocks."
+        ),
+        _of_scheduler("kv_wait_seconds", "counter", "Time that such requests waited, in all."),
+        _of_scheduler("preemptions", "counter", "Times a running request lost its KV blocks, to be computed again."),
+        _of_scheduler("scheduled_tokens", "counter", "Tokens given to steps: prefill, decode.", "kind"),
+        _of_scheduler(
+            "long_prompts_passed_over", "counter", "Times, once a step, that a long prompt was put behind short ones."
+        ),
+        _of_scheduler(
+            "prefill_share_replans",
+            "counter",
+            "Times the prompt tokens of a sweep were planned anew, since requests were others.",
+        ),
+        _of_scheduler("requests_waiting_for_kv", "gauge", "Requests next in turn that wait for KV blocks."),
+        _of_scheduler(
+            "kv_reserved_ratio", "gauge", "Share of KV blocks that running requests hold or may still come to need."
+        ),
+        _of_scheduler("step_tokens", "gauge", "Tokens of the last step, 0 when idle."),
     )
 }
 
 
 class MetricsFile:
-    """What one worker publishes. Not for several threads at once.
+    """What one worker, or the scheduler, publishes. Not for several threads at once.
 
-    directory: where the reader looks, made if need be; labels: model_name and engine, as in vLLM's own metrics.
+    directory: where the reader looks, made if need be; labels: model_name and engine, as in vLLM's own metrics; rank:
+    None for the scheduler, which has no metric of a rank.
     """
 
-    def __init__(self, directory: Path, labels: Mapping[str, str], rank: int) -> None:
+    def __init__(self, directory: Path, labels: Mapping[str, str], rank: int | None) -> None:
         # prometheus_client reads type, mode and process from the parts between underscores.
         directory.mkdir(mode=0o700, exist_ok=True)
         self._directory = directory
-        tag = f"moelightning{time.time_ns()}rank{rank}"
+        tag = f"moelightning{time.time_ns()}" + ("scheduler" if rank is None else f"rank{rank}")
         self._paths = {
             "counter": directory / f"counter_{tag}.db",
             "gauge": directory / f"gauge_mostrecent_{tag}.db",
@@ -110,7 +137,7 @@ class MetricsFile:
             with path.open("r+b") as file:  # a disk that fills up later must not end us with a bus error
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         self._labels = dict(labels)
-        self._rank_labels = {**labels, "rank": str(rank)}
+        self._rank_labels = None if rank is None else {**labels, "rank": str(rank)}
         self._keys: dict[tuple[str, ...], str] = {}
 
     def set(self, name: str, value: float, *label_values: str) -> None:
@@ -119,14 +146,16 @@ class MetricsFile:
         key = self._keys.get((name, *label_values))
         if key is None:
             own = dict(zip(metric.labels, label_values, strict=True))
-            labels = {**(self._rank_labels if metric.is_per_rank else self._labels), **own}
+            whose = self._rank_labels if metric.is_per_rank else self._labels
+            assert whose is not None, f"{name} is a metric of a rank"
+            labels = {**whose, **own}
             sample = PREFIX + name + ("_total" if metric.kind == "counter" else "")
             key = mmap_key(PREFIX + name, sample, list(labels), list(labels.values()), metric.help)
             self._keys[(name, *label_values)] = key
         self._files[metric.kind].write_value(key, value, time.time())
 
     def remove(self) -> None:
-        """Closes and deletes the files: what is read from now on lacks this worker."""
+        """Closes and deletes the files: what is read from now on lacks them."""
         for kind, file in self._files.items():
             file.close()
             self._paths[kind].unlink(missing_ok=True)

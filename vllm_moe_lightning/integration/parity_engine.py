@@ -10,7 +10,9 @@ import json
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 NUM_DUMMY_SWEEPS = 2
@@ -97,6 +99,7 @@ def _of_prompt(output: Any) -> list[float]:
 
 
 def main(request_file: str, answer_file: str) -> None:
+    sys.excepthook = partial(_tell, Path(answer_file))
     request = json.loads(Path(request_file).read_text())
     from vllm import LLM
 
@@ -106,6 +109,17 @@ def main(request_file: str, answer_file: str) -> None:
         apply()  # without it stock vLLM cannot load this architecture
     llm = LLM(**request["engine_args"])
     Path(answer_file).write_text(json.dumps(answers_of(llm, **request["job"])))
+
+
+def _tell(answer_file: Path, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ended this process, in place of an answer."""
+    answer_file.write_text(json.dumps({"error": reason(kind.__name__, str(error))}))
+    sys.__excepthook__(kind, error, trace)
+
+
+def reason(kind: str, message: str) -> str:
+    """In one line, as the verdict is."""
+    return f"{kind}: {' '.join(message.split())}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +40,7 @@ MAX_PROMPTS, MAX_PROMPT_TOKENS = 16, 512
 PAGES_PER_LAYER = 8
 KV_BLOCK_TOKENS = 128
 SMALLEST_KV_BYTES, UNKNOWN_KV_BYTES = 64 * MIB, GIB
+LOG_TAIL_CHARS = 500
 ZERO_PAGE = "zero_page"
 RACE_SWITCHES = {"copy_timing": "lazy", "poison": True, "check_hazards": True}
 
@@ -84,8 +84,8 @@ def run_in_process(job: EngineJob) -> EngineAnswers:
             returncode = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
             ).returncode
-        if returncode:
-            return EngineAnswers(error=reason_in(log.read_text(errors="replace"), returncode))
+        if not answer.exists():
+            return EngineAnswers(error=_reason_of_end(returncode, log.read_text(errors="replace")))
         return EngineAnswers(**json.loads(answer.read_text()))
 
 
@@ -103,14 +103,11 @@ def request_of(job: EngineJob) -> dict[str, Any]:
     }
 
 
-def reason_in(log: str, returncode: int) -> str:
-    """The last exception that a failed engine printed; vLLM puts the process in front of each line."""
-    raised = re.findall(r"^(?:\(\w+ pid=\d+\) )?(?:\w+\.)*(\w*(?:Error|Exception|Exit): .+)$", log, re.MULTILINE)
-    if raised:
-        return str(raised[-1])
+def _reason_of_end(returncode: int, log: str) -> str:
+    """Of a process that could not say it itself."""
     if returncode < 0:
         return f"killed by signal {-returncode} (9: out of memory, most likely; check fewer --layers)"
-    return f"ended with code {returncode}: {log[-500:]}"
+    return f"ended with code {returncode}: {' '.join(log[-LOG_TAIL_CHARS:].split())}"
 
 
 def check(

@@ -1,16 +1,19 @@
-"""The ranks of one engine watch each other, so that none waits for ever in a collective for one that is no more.
+"""The ranks of one engine: which of them share a machine, and that none waits for ever for one that is no more.
 
 vLLM notices a dead worker at once, but asks the others to leave before it tells anybody, and a rank that spins in a
-collective does not hear it. So each rank looks itself, and leaves.
+collective does not hear it. So each rank looks itself, and leaves. Ranks on other machines are Ray's to watch, whose
+executor does not ask: it kills.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import select
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -49,14 +52,47 @@ class PeerWatch:
         self._closing.set()
 
 
-def watch_peers() -> PeerWatch | None:
-    """After the distributed groups were made, on every rank. None where this is the only rank."""
+@dataclass(frozen=True)
+class NodeRanks:
+    """The ranks of this engine in one machine, or container: they share its memory and cores, and see each other."""
+
+    index: int
+    """Of this rank, among them."""
+    pids: tuple[int, ...]
+    """In order of rank, its own included."""
+
+    @property
+    def count(self) -> int:
+        return len(self.pids)
+
+
+def node_identity() -> str:
+    """The same for two processes if they can see each other."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot_id.read_text().strip() if boot_id.exists() else platform.node()  # not every sandbox has the file
+    return f"{machine} {os.readlink('/proc/self/ns/pid')}"
+
+
+def ranks_of_node() -> NodeRanks:
+    """After the distributed groups were made, on every rank."""
     group = get_world_group()
-    if group.world_size == 1:
-        return None
-    pids: list[int] = [0] * group.world_size
-    torch.distributed.all_gather_object(pids, os.getpid(), group=group.cpu_group)
-    return PeerWatch([pid for pid in pids if pid != os.getpid()])
+    own = (node_identity(), os.getpid())
+    processes = [own] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(processes, own, group=group.cpu_group)
+    return ranks_beside(own, processes)
+
+
+def ranks_beside(own: tuple[str, int], processes: Sequence[tuple[str, int]]) -> NodeRanks:
+    """processes: (node_identity, process id) of every rank."""
+    pids = tuple(pid for node, pid in processes if node == own[0])
+    return NodeRanks(pids.index(own[1]), pids)
+
+
+def watch_peers(ranks: NodeRanks) -> PeerWatch | None:
+    """None where there is no other rank on this machine."""
+    others = [pid for pid in ranks.pids if pid != os.getpid()]
+    return PeerWatch(others) if others else None
 
 
 def forget_shared_memory_names() -> None:

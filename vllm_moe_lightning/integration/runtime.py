@@ -26,6 +26,7 @@ from vllm_moe_lightning.integration.offloader import (
     expert_parameters,
     paged_modules,
 )
+from vllm_moe_lightning.integration.peers import NodeRanks
 from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
 from vllm_moe_lightning.integration.trace_requests import TraceRequests
@@ -51,33 +52,37 @@ logger = init_logger("vllm.vllm_moe_lightning.runtime")
 CHANGEABLE_WHILE_RUNNING = ("num_micro_batches", "lookahead", "schedule")
 
 
-def stream_cpus(parallel: Any) -> list[int]:
+def stream_cpus(ranks: NodeRanks) -> list[int]:
     """CPUs for our threads: not the one that vLLM binds the launching thread to, which they would keep interrupting.
 
     New threads inherit the launching thread's mask; the process that started the worker was not bound. Where nothing
-    is bound, or there is nothing else, all CPUs that we may use; on CUDA, where no rank is bound, this rank's share.
+    is bound, this rank's share of the CPUs that we may use; where there is nothing else, the bound one.
     """
     own = os.sched_getaffinity(0)
-    if is_cuda():
-        return cpus_of_rank(sorted(own), parallel.rank % parallel.local_world_size, parallel.local_world_size)
-    if multiprocessing.parent_process() is None:  # in the user's own process: their mask, not vLLM's
-        return sorted(own)
+    if not is_bound_by_vllm():
+        return cpus_of_rank(sorted(own), ranks.index, ranks.count)
     parent = os.sched_getaffinity(os.getppid())
     return sorted(parent - own if own < parent else own)
+
+
+def is_bound_by_vllm() -> bool:
+    """Only the CPU build binds ranks, and only those that it starts itself: neither Ray's nor one in the user's own
+    process."""
+    return not is_cuda() and multiprocessing.parent_process() is not None
 
 
 class Runtime:
     """Lives as long as the worker. `take_over` is called when the weights are loaded, `attach` when the model is
     complete."""
 
-    def __init__(self, vllm_config: Any, options: MoeLightningConfig) -> None:
+    def __init__(self, vllm_config: Any, options: MoeLightningConfig, ranks: NodeRanks) -> None:
         self._vllm_config = vllm_config
         self.options = options
         self._plan = plan_of(vllm_config)
-        cpus = self._cpus = stream_cpus(vllm_config.parallel_config)
+        cpus = self._cpus = stream_cpus(ranks)
         self.device = make_device("cuda" if is_cuda() else "emulated", options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
-        num_ranks = vllm_config.parallel_config.local_world_size if is_cuda() else 1
+        num_ranks = 1 if is_bound_by_vllm() else ranks.count
         num_cpus = max(1, min(len(cpus), usable_cpus() // num_ranks))  # a cgroup's quota may be less than its CPUs
         default_threads = num_cpus if is_launcher_apart else max(1, num_cpus - 1)
         self._pool = AttentionPool(options.attention_threads or default_threads, cpus)

@@ -24,8 +24,11 @@ from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.admission_gate import AdmissionGate
 from vllm_moe_lightning.integration.configure import options_in_force
+from vllm_moe_lightning.integration.exposition import metrics_directory, metrics_labels
+from vllm_moe_lightning.integration.metrics_file import MetricsFile
 from vllm_moe_lightning.integration.register import WORKER_CLS
 from vllm_moe_lightning.integration.request_mix import PrefillShare, RequestMix
+from vllm_moe_lightning.integration.scheduler_figures import SchedulerFigures
 from vllm_moe_lightning.integration.step_limits import MOST_SCANNED, StepLimits, step_limits
 from vllm_moe_lightning.policy.policy import DEFAULT_NUM_MICRO_BATCHES
 
@@ -60,20 +63,37 @@ class MoELightningScheduler(Scheduler):
         self._limits: StepLimits | None = None
         self._num_new_long = self._num_passed_over = 0
         self._is_warned = self._is_told = False
-        self.num_preemptions = 0
+        directory = metrics_directory(vllm_config)
+        file = None if directory is None else MetricsFile(directory, metrics_labels(vllm_config), rank=None)
+        self._figures = SchedulerFigures(file, self._gate.waits)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self._share and (sentence := self._share.adapt(self._mix)):
+            self._figures.num_replans += 1
             logger.info("moe_lightning: %s", sentence)
         self._gate.begin_step(self.running)
+        started = [request.request_id for request in self.running if request.is_prefill_chunk]
         self._limits = self._limits_of_step()
         with self._in_force(self._limits):
             output = super().schedule(*args, **kwargs)
+        self._figures.count_step(output, started)
         if output.preempted_req_ids:
-            self._count_preemptions(len(output.preempted_req_ids))
+            self._heed_preemptions(len(output.preempted_req_ids))
         if self._gate.holds_back:
             self._tell_of_idle_blocks()
+        self._figures.num_passed_over += self._num_passed_over
+        self._figures.publish(
+            kv_reserved_ratio=self._gate.reserved_ratio(), step_tokens=output.total_num_scheduled_tokens
+        )
         return output
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._figures.num_preemptions
+
+    def shutdown(self) -> None:
+        self._figures.close()
+        super().shutdown()
 
     @contextmanager
     def _in_force(self, limits: StepLimits | None) -> Iterator[None]:
@@ -126,8 +146,7 @@ class MoELightningScheduler(Scheduler):
         self._num_passed_over += 1  # each costs a little, so not without end
         return self._num_passed_over > MOST_SCANNED
 
-    def _count_preemptions(self, count: int) -> None:
-        self.num_preemptions += count
+    def _heed_preemptions(self, count: int) -> None:
         self._mix.forget()
         if not self._is_warned:
             self._is_warned = True
@@ -141,7 +160,10 @@ class MoELightningScheduler(Scheduler):
     def _tell_of_idle_blocks(self) -> None:
         """Once, where the worst case is far from what happens; clients often leave max_tokens to the server."""
         expected, usage = self._mix.expected_generation(), self.get_kv_cache_usage()
-        if self._is_told or self._admission != "worst_case" or expected is None or usage > MOSTLY_IDLE:
+        by_worst_case = self._admission == "worst_case" or (
+            self._admission == "auto" and not self._gate.held_back_is_open
+        )
+        if self._is_told or not by_worst_case or expected is None or usage > MOSTLY_IDLE:
             return
         self._is_told = True
         logger.info(
@@ -155,6 +177,7 @@ class MoELightningScheduler(Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             self._mix.record(request.num_prompt_tokens, request.num_output_tokens)
+        self._gate.waits.ended(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
 

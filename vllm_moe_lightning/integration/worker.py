@@ -19,7 +19,7 @@ from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.configure import options_in_force
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import experts_stay_unpacked, register_paged_experts
-from vllm_moe_lightning.integration.exposition import log_run, metrics_directory
+from vllm_moe_lightning.integration.exposition import log_run, metrics_directory, metrics_labels
 from vllm_moe_lightning.integration.figures import SampledTokens, WorkerFigures
 from vllm_moe_lightning.integration.host_memory import (
     freed_tensors_leave_the_process,
@@ -28,7 +28,12 @@ from vllm_moe_lightning.integration.host_memory import (
 from vllm_moe_lightning.integration.kv_memory import kv_cache_in_host_memory
 from vllm_moe_lightning.integration.offloader import PagingOffloader
 from vllm_moe_lightning.integration.partial_prompts import partial_prompts_draw_nothing
-from vllm_moe_lightning.integration.peers import PeerWatch, forget_shared_memory_names, watch_peers
+from vllm_moe_lightning.integration.peers import (
+    PeerWatch,
+    forget_shared_memory_names,
+    ranks_of_node,
+    watch_peers,
+)
 from vllm_moe_lightning.integration.platform import is_cuda, worker_base
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
@@ -65,8 +70,9 @@ class MoELightningWorker(_Base):
     def init_device(self) -> None:
         super().init_device()
         forget_shared_memory_names()
-        self._peers = watch_peers()
-        self._runtime = Runtime(self.vllm_config, self._options)
+        self._ranks = ranks_of_node()
+        self._peers = watch_peers(self._ranks)
+        self._runtime = Runtime(self.vllm_config, self._options, self._ranks)
         self._offloader = PagingOffloader(self._runtime.take_over)
         set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
 
@@ -82,12 +88,13 @@ class MoELightningWorker(_Base):
         """Bytes for the KV cache: of the host, unless attention is on the device."""
         cache = self.vllm_config.cache_config
         if is_cuda() and self._options.attention != "device" and cache.kv_cache_memory_bytes is None:
-            cache.kv_cache_memory_bytes = int(UNPLANNED_KV_SHARE * available_memory_bytes())
+            cache.kv_cache_memory_bytes = int(UNPLANNED_KV_SHARE * available_memory_bytes() / self._ranks.count)
             logger.info(
-                "moe_lightning: %.2f GiB of host memory for keys and values, %.0f %% of what is free; "
-                "--kv-cache-memory-bytes says otherwise",
+                "moe_lightning: %.2f GiB of host memory for keys and values, %.0f %% of what is free, shared by %d "
+                "ranks; --kv-cache-memory-bytes says otherwise",
                 cache.kv_cache_memory_bytes / GIB,
                 100 * UNPLANNED_KV_SHARE,
+                self._ranks.count,
             )
         return int(super().determine_available_memory())
 
@@ -98,10 +105,17 @@ class MoELightningWorker(_Base):
         plan, executor = plan_of(self.vllm_config), self._runtime.executor
         assert executor is not None, "the KV cache is made after the model was loaded"
         self._predicted = None if plan is None else plan.predicted
+        directory = metrics_directory(self.vllm_config)
+        if directory is None:
+            logger.warning(
+                "moe_lightning: rank %d runs on another machine than the front end, so /metrics lacks its figures",
+                self.rank,
+            )
+            return
         self._figures = WorkerFigures(
             executor,
-            metrics_directory(self.vllm_config),
-            {"model_name": self.model_config.served_model_name, "engine": "0"},  # as vLLM labels its own
+            directory,
+            metrics_labels(self.vllm_config),
             self.rank,
             self._options.metrics_window_s,
             self._runtime.host_kv_bytes,

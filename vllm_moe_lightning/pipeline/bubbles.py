@@ -83,14 +83,22 @@ def bubbles_of(
 
 
 def _tasks_of(source: TraceSource, sweep: SweepSpan) -> dict[str, Task]:
-    return _tasks_by_label(source, sweep.num_micro_batches, frozenset(sweep.cpu_experts))
+    return _tasks_by_label(source, sweep.num_micro_batches, frozenset(sweep.cpu_experts), frozenset(sweep.context))
 
 
 @lru_cache(maxsize=64)
-def _tasks_by_label(source: TraceSource, num_micro_batches: int, cpu_experts: frozenset[int]) -> dict[str, Task]:
+def _tasks_by_label(
+    source: TraceSource, num_micro_batches: int, cpu_experts: frozenset[int], context: frozenset[int]
+) -> dict[str, Task]:
     pages = tuple(0 if layer in cpu_experts else count for layer, count in enumerate(source.pages_per_layer))
     shape = SweepShape(
-        len(pages), num_micro_batches, pages, source.lookahead, source.with_attention, cpu_experts=cpu_experts
+        len(pages),
+        num_micro_batches,
+        pages,
+        source.lookahead,
+        source.with_attention,
+        context=context,
+        cpu_experts=cpu_experts,
     )
     return {str(task.key): task for task in make_schedule(source.schedule, shape).tasks}
 

@@ -179,7 +179,8 @@ class PipelineExecutor:
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:
                 raise MoeLightningError(f"micro-batches {unfinished} did not end with the schedule {schedule.name}")
-            span = SweepSpan(started_s, time.monotonic(), len(micro_batches), is_dummy, tuple(sorted(cpu_experts)))
+            layers, brought_up = tuple(sorted(cpu_experts)), tuple(sorted(context))
+            span = SweepSpan(started_s, time.monotonic(), len(micro_batches), is_dummy, layers, brought_up)
             self.recent_sweeps.append(span)
             return [coroutine.result for coroutine in self._coroutines]  # type: ignore[misc]  # all have finished
         except BaseException:

@@ -48,7 +48,13 @@ def _spans(intervals: Iterable[Interval]) -> list[TraceSpan]:
 def simulated_trace(sweep: SimulatedSweep) -> Trace:
     shape = sweep.schedule.shape
     source = TraceSource("simulated", sweep.schedule.name, shape.lookahead, shape.pages_per_layer, shape.with_attention)
-    whole = SweepSpan(sweep.end_s - sweep.duration_s, sweep.end_s, shape.num_micro_batches)
+    whole = SweepSpan(
+        sweep.end_s - sweep.duration_s,
+        sweep.end_s,
+        shape.num_micro_batches,
+        cpu_experts=tuple(sorted(shape.cpu_experts)),
+        context=tuple(sorted(shape.context)),
+    )
     return Trace(source, (whole,), tuple(_spans([*sweep.carried_over, *sweep.intervals])))
 
 

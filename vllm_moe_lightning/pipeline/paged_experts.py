@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from typing import Literal, Protocol
 
 import torch
@@ -40,7 +41,8 @@ def run_paged_experts(
     """
     make_step = {"triton": PagedMoeStep, "reference": ReferencePagedMoeStep}[kernel]
     step: _Step = make_step(hidden, topk_weights, topk_ids, residency.shape(layer))
-    for wave in residency.waves(layer, host_topk_ids):
-        with residency.use(wave, reads=reads, writes=writes) as table:
-            step.add(table, None if wave.is_whole_step else wave.experts)
+    with closing(residency.waves(layer, host_topk_ids)) as waves:
+        for wave in waves:
+            with residency.use(wave, reads=reads, writes=writes) as table:
+                step.add(table, None if wave.is_whole_step else wave.experts)
     return step.finish()

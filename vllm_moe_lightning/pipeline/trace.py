@@ -42,6 +42,8 @@ class SweepSpan(NamedTuple):
     """A warm-up or profiling pass: pages move, nobody attends."""
     cpu_experts: tuple[int, ...] = ()
     """Decoder layers whose experts the CPU computed."""
+    context: tuple[int, ...] = ()
+    """Micro-batches whose prompts' context came up to the device."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,11 @@ def chrome_trace(trace: Trace) -> dict[str, object]:
     ]
     for sweep in trace.sweeps:
         name = "dummy sweep" if sweep.is_dummy else f"sweep x{sweep.num_micro_batches}"
-        args = {"micro_batches": sweep.num_micro_batches, "cpu_experts": list(sweep.cpu_experts)}
+        args = {
+            "micro_batches": sweep.num_micro_batches,
+            "cpu_experts": list(sweep.cpu_experts),
+            "context": list(sweep.context),
+        }
         events.append(_event(0, name, sweep.start_s, sweep.end_s, args))
     for span in trace.spans:
         tid = 1 + ROWS.index(span.resource)
@@ -144,7 +150,8 @@ def _times_s(event: Mapping[str, Any]) -> tuple[float, float]:
 
 def _sweep(event: Mapping[str, Any]) -> SweepSpan:
     args, is_dummy = event["args"], event["name"] == "dummy sweep"
-    return SweepSpan(*_times_s(event), int(args["micro_batches"]), is_dummy, tuple(map(int, args["cpu_experts"])))
+    cpu_experts, context = (tuple(map(int, args[name])) for name in ("cpu_experts", "context"))
+    return SweepSpan(*_times_s(event), int(args["micro_batches"]), is_dummy, cpu_experts, context)
 
 
 def _span(event: Mapping[str, Any]) -> TraceSpan:

@@ -100,7 +100,11 @@ class TraceSummary:
         rest = ", ".join(f"{self.label(r)} {self.share(r):.0%}" for r in self.by_share[1:])
         if self.is_bound:
             name, factor = self.next_limit
-            gain = f"at most {factor:.1f}x, then {name} binds" if factor < float("inf") else "nothing else was busy"
+            gain = (
+                f"at most {factor:.1f}x, the next limit being {name}"
+                if factor < float("inf")
+                else "nothing else was busy"
+            )
             return (
                 f"bound by {self.label(busiest)} {self.share(busiest):.0%}; {rest}; next best: {RELIEF[busiest]} "
                 f"({gain}; from the measured times)"

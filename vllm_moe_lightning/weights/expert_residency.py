@@ -8,7 +8,7 @@ step; if not all of a step's experts fit at once, they come in waves.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -25,10 +25,11 @@ WAVE_RATIO = 0.25
 
 
 @dataclass(frozen=True)
-class HostExperts:
-    """The routed experts of one layer in host memory, which must stay as it is. `layer` names it in all calls.
+class ExpertSource:
+    """The routed experts of one layer, in memory of Device.allocate_host that stays as it is.
 
-    buffer_name: of the Buffer that holds them, for hazard checks. Scales are small and lie on the device already.
+    layer: its name in all calls. buffer_name: of the Buffer that holds the weights, for hazard checks. Scales are
+    small and lie on the device already.
     """
 
     layer: int
@@ -99,7 +100,7 @@ class ExpertResidency:
 
     def __init__(
         self,
-        layers: Sequence[HostExperts],
+        layers: Sequence[ExpertSource],
         device: Device,
         *,
         num_slots: int,  # experts (of the largest layer) that fit on the device at once
@@ -110,6 +111,8 @@ class ExpertResidency:
         """Allocates all frames. Raises ValueError for num_slots under 1, DeviceMemoryError if they do not fit."""
         if not layers:
             raise ValueError("no layers: a model without routed experts needs no residency")
+        if len({layer.layer for layer in layers}) < len(layers):
+            raise ValueError(f"layers must differ in `layer`, got {[layer.layer for layer in layers]}")
         if num_slots < 1:
             raise ValueError(
                 f"num_slots: need 1 at least, have {num_slots}; the largest expert has "
@@ -131,6 +134,8 @@ class ExpertResidency:
             layer: LayerPageTable(pages, device, f"{name}.page_table[{layer}]") for layer, pages in self._pages.items()
         }
         self._scores = ExpertScores({layer.layer: layer.shape.num_experts for layer in layers}, half_life_steps)
+        # Fresh memory may be what the compute stream gave back and still works on.
+        device.h2d.wait_event(device.compute.record_event())
         self._num_experts_per_wave = max(1, int(num_slots * WAVE_RATIO))
 
     def shape(self, layer: int) -> ExpertShape:
@@ -140,11 +145,12 @@ class ExpertResidency:
         """Whether the expert has frames: it is there, or on its way."""
         return (layer, expert) in self._residents
 
-    def waves(self, layer: int, topk_ids: torch.Tensor) -> Iterator[Wave]:
+    def waves(self, layer: int, topk_ids: torch.Tensor) -> Generator[Wave, None, None]:
         """The experts that a step asks of a layer, each in exactly one wave: one wave with all of them if they fit.
 
         topk_ids: integers on the host, any shape; negative ones are computed elsewhere. Copies start when a wave is
-        asked for. It must be used before the next one is.
+        asked for. It must be used before the next one is. Close the generator (contextlib.closing) where the caller may
+        fail: an exception that is kept would keep it, and with it what the wave pins.
         """
         asked = [expert for expert in topk_ids.unique().tolist() if expert >= 0]
         num_experts = self.shape(layer).num_experts

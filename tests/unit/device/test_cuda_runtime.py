@@ -116,6 +116,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
         zeros=lambda count, device: None,
         empty=empty,
         uint8=torch.uint8,
+        inference_mode=torch.inference_mode,
         OutOfMemoryError=torch.OutOfMemoryError,
     )
     monkeypatch.setattr(cuda_runtime, "torch", stand_in)

@@ -10,6 +10,7 @@ import torch
 from tests.helpers.checkpoints import write_checkpoint
 from vllm_moe_lightning.checkpoint_view import StoredModel
 from vllm_moe_lightning.errors import MoeLightningError, UnsupportedError
+from vllm_moe_lightning.integration import parity_run
 from vllm_moe_lightning.integration.parity_run import (
     GIB,
     PROCESS_BYTES,
@@ -18,7 +19,6 @@ from vllm_moe_lightning.integration.parity_run import (
     EngineJob,
     check,
     layers_that_fit,
-    reason_in,
 )
 from vllm_moe_lightning.parity import EngineAnswers
 
@@ -104,14 +104,22 @@ def test_a_quantised_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("log", "returncode", "reason"),
+    ("engine", "error"),
     [
-        ("Traceback\nfoo.bar.HazardError: buffer 'kv'\n", 1, "HazardError: buffer 'kv'"),
-        ("KeyError: 1\nduring\nValueError: two words\nsome log\n", 1, "ValueError: two words"),
-        ("(MainProcess pid=7) a.b.HazardError: buffer 'kv'\n(MainProcess pid=7) more\n", 1, "HazardError: buffer 'kv'"),
-        ("nothing said", -9, "killed by signal 9"),
-        ("nothing said", 3, "ended with code 3: nothing said"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9 (9: out of memory"),
+        ("raise SystemExit('some last\\nwords')", "ended with code 1: some last words"),
+        (
+            "import vllm_moe_lightning.integration.parity_engine as e; e.main(*sys.argv[1:])",
+            "ValueError: no such model",
+        ),
     ],
 )
-def test_the_reason_of_a_failure_is_the_last_exception(log: str, returncode: int, reason: str) -> None:
-    assert reason_in(log, returncode).startswith(reason)
+def test_the_reason_of_an_engines_end_is_its_answer(
+    engine: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm.py").write_text("class LLM:\n    def __init__(self): raise ValueError('no such\\nmodel')\n")
+    (tmp_path / "stand_in.py").write_text(f"import sys\n{engine}\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(parity_run, "ENGINE_MODULE", "stand_in")
+    job = EngineJob({}, is_ours=True, prompts=[], max_tokens=1, with_checksums=False, is_dbrx=False)
+    assert str(parity_run.run_in_process(job).error).startswith(error)

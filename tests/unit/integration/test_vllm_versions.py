@@ -13,7 +13,8 @@ import pytest
 
 from tests.helpers.vllm_sources import RECORDS, VllmSources
 from vllm_moe_lightning.integration.compat import SUPPORTED_VERSIONS
-from vllm_moe_lightning.integration.ledger import LEDGER, TouchedName
+from vllm_moe_lightning.integration.ledger import LEDGER
+from vllm_moe_lightning.integration.touched_name import TouchedName
 
 VERSIONS = sorted(file.stem for file in RECORDS.glob("*.json"))
 

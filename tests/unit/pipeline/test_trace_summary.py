@@ -90,6 +90,23 @@ def test_without_overlap_no_resource_binds_and_what_is_waited_for_is_named() -> 
     assert "quicker D2H link, or more micro-batches to hide it (attention<-qkv_offload)" in summary.sentence()
 
 
+def test_experts_on_the_cpu_and_context_over_the_link_are_waited_for_by_name() -> None:
+    shape = SweepShape(4, 2, (3, 0, 3, 0), cpu_experts=frozenset((1, 3)), context=frozenset((1,)))
+    copies = {"experts_offload": 0.5, "experts_load": 0.5, "post_experts": 0.5}
+
+    def summary_of(**changed: float) -> TraceSummary:
+        sweep = simulate(make_schedule("cgopipe", shape), duration(**copies, **changed), num_sweeps=2)
+        return summarise(simulated_trace(sweep))
+
+    summary = summary_of(experts=20.0, kv_load=1.0)
+    assert NOT_LAUNCHED not in bubbles(summary)
+    assert summary.busiest is CPU
+    assert "CPU attention and experts" in summary.sentence()
+    by_link = summary_of(experts=1.0, kv_load=30.0)
+    assert by_link.busiest is H2D
+    assert NOT_LAUNCHED not in bubbles(by_link)
+
+
 def test_idle_time_goes_to_the_awaited_task_up_to_its_end_and_then_to_the_launching_thread() -> None:
     spans = [
         TraceSpan(H2D, "weight_page(1,0)", 0.0, 4.0, 400),

@@ -7,17 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.expert_host import EmulatedExperts
+from tests.helpers.expert_host import HostedExperts
+from tests.helpers.recording_cuda import RecordingCuda
 from vllm_moe_lightning.device import EmulatedDevice
 from vllm_moe_lightning.errors import DeviceMemoryError, HazardError
 from vllm_moe_lightning.kernels.page_table import ExpertPages
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
+from vllm_moe_lightning.kernels.reference_paged_moe import ReferencePagedMoeStep
 from vllm_moe_lightning.pipeline.paged_experts import run_paged_experts
-from vllm_moe_lightning.weights.expert_residency import ExpertResidency, HostExperts
+from vllm_moe_lightning.weights.expert_residency import ExpertResidency, ExpertSource
 from vllm_moe_lightning.weights.expert_scores import ExpertScores
 
 NUM_LAYERS, NUM_EXPERTS = 3, 8
-Make = Callable[..., EmulatedExperts]
+Make = Callable[..., HostedExperts]
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +35,11 @@ def one_torch_thread() -> Iterator[None]:
 def make() -> Iterator[Make]:
     devices = []
 
-    def build(num_slots: int, timing: str = "lazy", seed: int = 0, **options: Any) -> EmulatedExperts:
+    def build(num_slots: int, timing: str = "lazy", seed: int = 0, **options: Any) -> HostedExperts:
         device = EmulatedDevice(timing=timing, seed=seed, jitter_max_s=2e-4, poison=True, check_hazards=True)  # type: ignore[arg-type]
         devices.append(device)
         options = {"num_layers": NUM_LAYERS, "num_experts": NUM_EXPERTS, **options}
-        return EmulatedExperts(device, num_slots=num_slots, **options)
+        return HostedExperts(device, num_slots=num_slots, **options)
 
     yield build
     for device in devices:
@@ -45,14 +47,14 @@ def make() -> Iterator[Make]:
         device.close()
 
 
-def step(experts: EmulatedExperts, layer: int, chosen: list[int], num_tokens: int = 1) -> None:
+def step(experts: HostedExperts, layer: int, chosen: list[int], num_tokens: int = 1) -> None:
     """Each token chooses all of `chosen`; the output must be right."""
     batch = experts.batch(num_tokens, len(chosen), seed=layer, experts=chosen)
     output = run_paged_experts(experts.residency, layer, *batch, kernel="reference")
     torch.testing.assert_close(output, experts.expected(layer, batch), rtol=1e-4, atol=1e-5)
 
 
-def moved(experts: EmulatedExperts) -> list[str]:
+def moved(experts: HostedExperts) -> list[str]:
     """The experts that came over the link since the last call, by the labels of their copies."""
     experts.device.synchronize()
     records = experts.device.drain_records()
@@ -71,6 +73,22 @@ def test_a_prefill_of_all_experts_is_right_for_every_number_of_slots(make: Make,
                 assert batch.topk_ids.unique().numel() == NUM_EXPERTS
             output = run_paged_experts(experts.residency, layer, *batch, kernel="reference")
             torch.testing.assert_close(output, experts.expected(layer, batch), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 8])
+def test_on_cuda_calls_alone_every_page_is_ordered(num_slots: int) -> None:
+    """The recording double: copies run as late as the events that were recorded allow."""
+    cuda = RecordingCuda(late=True)
+    device = cuda.device(poison=True)
+    experts = HostedExperts(device, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_slots=num_slots)
+    for num_tokens in (1, 20, 2):
+        for layer in range(NUM_LAYERS):
+            batch = experts.batch(num_tokens, top_k=2, seed=layer)
+            output = run_paged_experts(experts.residency, layer, *batch, kernel="reference")
+            torch.testing.assert_close(output, experts.expected(layer, batch), rtol=1e-4, atol=1e-5)
+    device.synchronize()
+    device.close()
+    cuda.log.check()
 
 
 @pytest.mark.parametrize("num_slots", [0, -1])
@@ -156,7 +174,7 @@ def test_frames_go_from_layer_to_layer_whatever_their_sizes(make: Make) -> None:
     for layer, (hidden_size, intermediate_size) in enumerate(((32, 24), (64, 16), (16, 80))):
         w13 = torch.randn(4, 2 * intermediate_size, hidden_size, generator=rng).half()
         w2 = torch.randn(4, hidden_size, intermediate_size, generator=rng).half()
-        layers.append(HostExperts(layer, f"mixed[{layer}]", w13, w2))
+        layers.append(ExpertSource(layer, f"mixed[{layer}]", w13, w2))
     residency = ExpertResidency(layers, device, num_slots=2, page_bytes=272, name="mixed")
     for _ in range(3):
         for source in layers:
@@ -216,6 +234,20 @@ def test_a_step_that_is_given_up_holds_nothing_back(make: Make) -> None:
     step(experts, 0, [0, 1])
 
 
+def test_a_step_that_fails_holds_nothing_back_even_while_its_error_is_kept(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = make(num_slots=2)
+    batch = experts.batch(1, 2, seed=0, experts=[0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferencePagedMoeStep, "add", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError) as kept:
+            run_paged_experts(experts.residency, 0, *batch, kernel="reference")
+    step(experts, 1, [5, 6])
+    step(experts, 0, [0, 1])
+    assert kept.tb is not None
+
+
 def test_a_wave_is_of_no_use_after_the_next_was_asked_for(make: Make) -> None:
     experts = make(num_slots=1)
     waves = list(experts.residency.waves(0, torch.tensor([0, 1])))
@@ -229,6 +261,12 @@ def test_negative_ids_ask_for_nothing(make: Make) -> None:
     assert experts.residency.counters.num_misses == 0
 
 
+def test_two_layers_of_one_name_are_refused(make: Make) -> None:
+    experts = make(num_slots=1)
+    with pytest.raises(ValueError, match=r"layers must differ in `layer`, got \[0, 0\]"):
+        ExpertResidency([experts.layers[0]] * 2, experts.device, num_slots=1, name="again")
+
+
 def test_an_expert_that_does_not_exist_is_refused(make: Make) -> None:
     experts = make(num_slots=1)
     with pytest.raises(ValueError, match="expert 8 of 8 in layer 2"):
@@ -238,7 +276,7 @@ def test_an_expert_that_does_not_exist_is_refused(make: Make) -> None:
 def test_more_slots_than_the_device_holds_are_refused() -> None:
     device = EmulatedDevice(memory_budget_bytes=10_000)
     with pytest.raises(DeviceMemoryError, match="do not fit"):
-        EmulatedExperts(device, num_layers=1, num_experts=8, num_slots=4)
+        HostedExperts(device, num_layers=1, num_experts=8, num_slots=4)
     device.close()
 
 
