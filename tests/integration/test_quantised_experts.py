@@ -8,6 +8,7 @@ opens that gate for both engines. What a user sees on a machine without AMX is t
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -189,13 +190,14 @@ def test_model_runner_v2_gives_the_same_tokens(model):
     assert_pages_are_exact(result.jobs[0], model("int8"), layer_bytes=[EXPERT_BYTES["int8"]] * NUM_LAYERS)
 
 
-def refusal(model, **options) -> str:
-    """The one line that says why; no weight was read and no page made."""
+def refusal(model, *, is_loaded: bool = False, **options) -> str:
+    """The one line that says why; no page was made, and no weight was read unless `is_loaded`."""
+    options["preload"] = [probe("report_host_allocations"), *options["preload"]]
     with pytest.raises(EngineFailedError) as failure:
         run_paged(model, [Job([])], **options)
     log = failure.value.log
     assert not findings(log, "ALLOCATION")
-    assert "Starting to load model" not in log
+    assert ("Starting to load model" in log) == is_loaded
     (message,) = [line for line in log.splitlines() if "UnsupportedError: " in line]
     return message
 
@@ -204,8 +206,7 @@ def refusal(model, **options) -> str:
 def test_experts_without_a_kernel_here_are_refused_by_name_before_loading(form, model):
     """The gate is shut whatever machine this runs on."""
     name, reason = NEEDS[form]
-    gate = [probe("report_host_allocations"), SHUT]
-    message = refusal(model(form), engine_args=BFLOAT16, preload=gate)
+    message = refusal(model(form), engine_args=BFLOAT16, preload=[SHUT])
     assert f"the experts of {model(form)} are {name};" in message
     assert reason in message
     assert "run it on a GPU" in message
@@ -219,3 +220,19 @@ def test_our_own_cpu_kernel_for_experts_refuses_quantised_ones_before_loading(mo
 def test_float32_is_refused_where_the_kernels_do_not_know_it(model):
     message = refusal(model("int8"), preload=[OPEN])
     assert "not in torch.float32: pass --dtype bfloat16" in message
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("keep_a_view", "w2_weight cannot be paged: .* keeps a view of it"),
+        (
+            "move_weights_away",
+            r"experts cannot be paged: it was built with \d+ bytes, of which .* left \d+ in parameters",
+        ),
+    ],
+)
+def test_a_method_that_keeps_weights_where_paging_cannot_reach_them_is_refused_by_name(method, message, model):
+    preload = [OPEN, f"tests.helpers.hiding_methods:{method}"]
+    found = refusal(model("int8"), is_loaded=True, engine_args=BFLOAT16, preload=preload)
+    assert re.search(message, found)

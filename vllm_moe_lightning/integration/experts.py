@@ -36,15 +36,17 @@ SUBCLASSES = (
 class PagedExperts:
     """Mixin. `is_bound` is set once the layer is streamed: whether its parameters are those of this layer now.
     `runs_on_cpu` where the CPU may compute it: whether it does in this sweep. `is_unpacked`: the CPU build's own kernel
-    can't read the weights, ours does."""
+    can't read the weights, ours does. `built_bytes`: of its parameters, before anything was loaded or packed."""
 
     is_bound: Callable[[], bool] | None = None
     runs_on_cpu: Callable[[], bool] | None = None
     is_unpacked = False
+    built_bytes = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with torch.device("cpu"):
             super().__init__(*args, **kwargs)
+        self.built_bytes = sum(p.nbytes for p in self.parameters())  # type: ignore[attr-defined]
 
     def _require_bound(self) -> None:
         if self.is_bound is not None and not self.is_bound():

@@ -19,6 +19,7 @@ from vllm_moe_lightning.weights.store import ExpertLayer
 # Small tensors (biases, scales that kernels derive) stay on the device: they cost little, and methods keep copies.
 SMALL_TENSOR_BYTES = 1 << 20
 SMALL_TENSOR_SHARE = 1 / 64  # of the layer's experts; a tensor must be small in both senses to stay
+LEAST_SHARE_KEPT = 0.5  # of an expert container's bytes as built: no kernel's packing makes them smaller
 ALIAS_SEARCH_DEPTH = 4
 
 
@@ -73,6 +74,7 @@ def expert_layers(decoder_layers: list[torch.nn.Module]) -> list[ExpertLayer]:
                     "run this model without --worker-cls"
                 )
             large = _large_parameters(module)
+            _refuse_vanished_weights(module, large)
             _refuse_hidden_aliases(module, large)
             parameters.update({f"{name}.{key}": value for key, value in large.items()})
             names.append(module.layer_name)
@@ -109,6 +111,16 @@ def _large_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
         for name, p in all_parameters.items()
         if p.nbytes >= SMALL_TENSOR_BYTES or p.nbytes >= total * SMALL_TENSOR_SHARE
     }
+
+
+def _refuse_vanished_weights(module: Any, parameters: dict[str, torch.nn.Parameter]) -> None:
+    """A method that packs the weights into objects of its own would leave them all on the device, and us the rest."""
+    num_bytes = sum(p.nbytes for p in parameters.values())
+    if num_bytes < LEAST_SHARE_KEPT * module.built_bytes:
+        raise UnsupportedError(
+            f"{module.layer_name} cannot be paged: it was built with {module.built_bytes} bytes, of which "
+            f"{type(module.quant_method).__name__} left {num_bytes} in parameters; run this model without --worker-cls"
+        )
 
 
 def _refuse_hidden_aliases(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
