@@ -369,31 +369,20 @@ LEDGER: tuple[TouchedName, ...] = (
         "the CPU platform names no resource of Ray's, and is refused by vLLM for that (integration/ray_on_cpu.py)",
         "CpuPlatform names one",
     ),
-    TouchedName(
-        "vllm.v1.executor.ray_executor_v2:RayExecutorV2._init_executor",
-        "subclass",
-        "ranks as Ray actors on the CPU build (integration/ray_on_cpu.py)",
-        "CpuPlatform names a resource of Ray's",
-        ("self",),
-        platform="cpu",
-        package="ray",
-    ),
-    TouchedName(
-        "vllm.v1.executor.ray_executor_v2:RayExecutorV2._get_actor_resource_kwargs",
-        "patch",
-        "a rank on the CPU build takes the CPU of its bundle and no device",
-        "as above",
-        platform="cpu",
-        package="ray",
-    ),
-    TouchedName(
-        "vllm.v1.executor.ray_executor_v2:RayWorkerProc.get_node_and_physical_gpu_ids",
-        "patch",
-        "a rank on the CPU build has no device numbers",
-        "as above",
-        ("self",),
-        platform="cpu",
-        package="ray",
+    *(
+        TouchedName(
+            f"vllm.v1.executor.ray_executor_v2:{name}",
+            "patch",
+            "overridden, so that ranks are Ray actors on the CPU build too: with a CPU each, and no device numbers",
+            "as above",
+            platform="cpu",
+            package="ray",
+        )
+        for name in (
+            "RayExecutorV2._init_executor",
+            "RayExecutorV2._get_actor_resource_kwargs",
+            "RayWorkerProc.get_node_and_physical_gpu_ids",
+        )
     ),
     TouchedName(
         "vllm.model_executor.models.dbrx:DbrxModel.load_weights",
