@@ -80,7 +80,7 @@ def test_the_table_says_what_was_chosen_and_why_and_what_is_expected_of_it() -> 
     assert ["num_micro_batches", "4", "x", "24", "planned"] in lines
     assert ["kv_bytes", "3.0", "MiB", "planned:", "97", "blocks"] in lines
     assert "1234.5 generated tokens/s (2700.0 with prompts), a sweep of 0.0777 s; bottleneck H2D link" in table
-    assert "busy: h2d 99%, gpu 31%" in table
+    assert "busy: H2D link 99%, device compute 31%" in table
     assert "disk" not in table
 
 
