@@ -83,13 +83,17 @@ def draw_gantt(result: Result, path: Path) -> None:
     """A measured step of each schedule."""
     from vllm_moe_lightning.pipeline.gantt import plot_gantt
     from vllm_moe_lightning.pipeline.trace import TraceSpan
+    from vllm_moe_lightning.resources import Resource
 
     rows = {row["schedule"]: row for row in result["rows"]}
     if not all("spans" in rows[name] for name in GANTT_SCHEDULES):
         raise IncompleteResultsError("these results of benchmarks/pipeline.py hold no spans; run it again")
     panels = []
     for name in GANTT_SCHEDULES:
-        spans = [TraceSpan(stream, label, begin_s, end_s) for stream, label, begin_s, end_s in rows[name]["spans"]]
+        spans = [
+            TraceSpan(Resource(resource), label, begin_s, end_s)
+            for resource, label, begin_s, end_s in rows[name]["spans"]
+        ]
         title = f"{name}: a measured step on the emulated device (median {rows[name]['step_s'] * 1e3:.0f} ms)"
         panels.append((title, spans))
     plot_gantt(panels, path)

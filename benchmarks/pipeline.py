@@ -38,7 +38,7 @@ from vllm_moe_lightning.pipeline.gantt import plot_gantt, simulated_spans
 from vllm_moe_lightning.pipeline.simulator import SimulatedSweep, simulate
 from vllm_moe_lightning.pipeline.tasks import Task
 from vllm_moe_lightning.pipeline.trace import TraceSpan
-from vllm_moe_lightning.resources import Resource
+from vllm_moe_lightning.resources import RESOURCE_OF, Resource
 
 SCHEDULES = ("cgopipe", "serial", "s2", "s3", "s4")
 STREAM_OF = {Resource.GPU: "compute", Resource.D2H: "d2h", Resource.CPU: "cpu", Resource.H2D: "h2d"}
@@ -119,7 +119,10 @@ class Rounds:
             "wait_s": {name: statistics.median(values) for name, values in self.wait_s.items()},
             "predicted_step_s": predicted_s,
             "achieved_over_predicted": step_s / predicted_s,
-            "spans": [[span.row, span.label, round(span.start_s, 6), round(span.end_s, 6)] for span in self.last_step],
+            "spans": [
+                [str(span.resource), span.label, round(span.start_s, 6), round(span.end_s, 6)]
+                for span in self.last_step
+            ],
         }
 
 
@@ -174,7 +177,7 @@ class Bench:
         for record in records:
             rounds.task_s[record.label].append(record.end_s - record.start_s)
         rounds.last_step = [
-            TraceSpan(r.stream, r.label, r.start_s - last_began_s, r.end_s - last_began_s)
+            TraceSpan(RESOURCE_OF[r.stream], r.label, r.start_s - last_began_s, r.end_s - last_began_s)
             for r in records
             if r.start_s >= last_began_s
         ]
