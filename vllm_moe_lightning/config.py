@@ -101,7 +101,7 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Threads of the CPU attention pool. Default: the CPUs that the launching thread is not bound to."""
     device: Literal["auto", "emulated", "cuda"] = "auto"
     device_memory_mib: PositiveFloat | None = None
-    """Memory budget of the emulated device (weights that stay, frames, staging). Default: no limit."""
+    """Memory budget of the device (weights that stay, frames, staging). Default: no limit; on CUDA, what is free."""
     h2d_gb_per_s: PositiveFloat | None = None
     """Speed of the emulated link, host to device. Default: as fast as memcpy goes."""
     d2h_gb_per_s: PositiveFloat | None = None

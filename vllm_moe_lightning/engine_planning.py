@@ -66,13 +66,13 @@ class EnginePlanning:
         self.spec = model_of_rank(request.spec, request.num_ranks)
         machine = machine_under_options(machine_of_rank(request.profile, request.num_ranks), request.options)
         self.machine = replace_struct(machine, disk=None)  # the engine's pages come from host memory only
-        share = request.given.host_memory_share
-        if share is not None:
-            reached = replace_struct(machine.efficiencies, host_memory=share)
-            self.machine = replace_struct(self.machine, efficiencies=reached)
+        shares = {"host_memory": request.given.host_memory_share, "gpu_memory": request.given.gpu_memory_share}
+        given_shares = {name: share for name, share in shares.items() if share is not None}
+        reached = replace_struct(machine.efficiencies, **given_shares)
+        self.machine = replace_struct(self.machine, efficiencies=reached)
         lengths, self.reasons = workload_of(request)
-        if share is not None:
-            self.reasons["host_memory_share"] = f"{share:g}, by --gpu-memory-utilization"
+        for name, share in given_shares.items():
+            self.reasons[f"{name}_share"] = f"{share:g}, by --gpu-memory-utilization"
         self.block_bytes = request.block_size * self.spec.kv_bytes_per_token
         self.max_model_len = longest_sequence(request, self.spec, lengths.final_context)
         if self.max_model_len < request.max_model_len:

@@ -34,6 +34,8 @@ class GivenLimits:
     max_model_len: int | None = None
     host_memory_share: float | None = None
     """Of host memory, that may be planned with."""
+    gpu_memory_share: float | None = None
+    """Of device memory, that may be planned with."""
 
 
 @dataclass(frozen=True)

@@ -194,6 +194,22 @@ def test_a_share_of_host_memory_holds_experts_and_cache() -> None:
     assert made.reasons["host_memory_share"] == "0.6, by --gpu-memory-utilization"
 
 
+def test_a_share_of_device_memory_leaves_fewer_resident_layers() -> None:
+    made, whole = (planned(request(GivenLimits(gpu_memory_share=share))) for share in (0.6, None))
+    assert made.policy.gpu_memory.total_bytes <= 0.6 * T4.gpu.memory_bytes
+    assert made.plan.num_resident_layers < whole.plan.num_resident_layers
+    assert made.plan.reasons["gpu_memory_share"] == "0.6, by --gpu-memory-utilization"
+
+
+def test_attention_on_the_device_is_planned_with_the_cache_there_and_one_micro_batch() -> None:
+    made = EnginePlanning(request(), attention_on_device=True).plan()
+    policy = made.policy.policy
+    assert (policy.attention_on_gpu, policy.kv_gpu_ratio, policy.num_micro_batches) == (True, 1.0, 1)
+    assert made.policy.gpu_memory.items["KV cache on the GPU"] >= 0.99 * made.plan.kv_bytes
+    assert made.policy.gpu_memory.fits
+    assert made.plan.attention_on_device
+
+
 def test_the_schedule_that_attends_on_the_device_is_planned_with_its_frames_and_the_cache_on_the_host() -> None:
     engine = planned(request(schedule="s4"))
     policy = engine.policy.policy

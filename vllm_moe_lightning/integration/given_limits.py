@@ -34,6 +34,8 @@ def given_limits(vllm_config: Any, kv_cache_gib: float | None, block_bytes: floa
 
     Raises UnsupportedError where the size of the KV cache is given twice.
     """
+    from vllm_moe_lightning.integration.platform import is_cuda  # imports more than noting may
+
     scheduler, cache, model = vllm_config.scheduler_config, vllm_config.cache_config, vllm_config.model_config
     noted = vllm_config.additional_config.get(NOTE_KEY, NOTED)
     limits = {name: getattr(scheduler, name) for name in NOTED if name in noted}
@@ -53,6 +55,8 @@ def given_limits(vllm_config: Any, kv_cache_gib: float | None, block_bytes: floa
         **limits,
         kv_bytes=kv_bytes,
         kv_flag=flag,
-        host_memory_share=cache.gpu_memory_utilization if MEMORY_SHARE in noted else None,
+        # On the CPU build, despite its name, of host memory.
+        host_memory_share=cache.gpu_memory_utilization if MEMORY_SHARE in noted and not is_cuda() else None,
+        gpu_memory_share=cache.gpu_memory_utilization if MEMORY_SHARE in noted and is_cuda() else None,
         max_model_len=None if model.original_max_model_len in (None, -1) else model.max_model_len,
     )

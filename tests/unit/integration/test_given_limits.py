@@ -114,3 +114,14 @@ def test_a_given_cache_comes_with_the_flag_that_gave_it(
 def test_two_sizes_of_one_cache_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"kv_cache_gib, --kv-cache-memory-bytes; keep one"):
         given_limits(configured([], kv_cache_memory_bytes=1), 1.0, BLOCK_BYTES)
+
+
+def test_a_share_of_memory_is_the_device_s_on_cuda_and_the_host_s_on_the_cpu_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = configured(noted=["gpu_memory_utilization"], gpu_memory_utilization=0.5)
+    on_cpu = given_limits(config, None, BLOCK_BYTES)
+    assert (on_cpu.host_memory_share, on_cpu.gpu_memory_share) == (0.5, None)
+    monkeypatch.setattr("vllm_moe_lightning.integration.platform.is_cuda", lambda: True)
+    on_cuda = given_limits(config, None, BLOCK_BYTES)
+    assert (on_cuda.host_memory_share, on_cuda.gpu_memory_share) == (None, 0.5)
