@@ -19,6 +19,7 @@ from vllm_moe_lightning.doctor.finding import Finding, findings_of, ok, refusal,
 from vllm_moe_lightning.doctor.question import Question, StartFacts
 from vllm_moe_lightning.doctor.rehearsal import LAST_STEP, Line
 from vllm_moe_lightning.errors import PolicyInfeasibleError, UnsupportedError
+from vllm_moe_lightning.resources import HrmResource, label_of
 
 PLUGIN_GROUP, OURS = "vllm.general_plugins", "moe_lightning"
 SMALLEST_CHANGE = "smallest change that fits: "
@@ -177,11 +178,12 @@ def _plan(configuration: Any) -> Finding:
         return ok("plan", f"{configuration.additional_config[STEPPED_ASIDE_KEY]}: stock vLLM runs and pages nothing")
     chosen = plan_of(configuration)
     assert chosen is not None, "plan() wrote none down"
+    bound = label_of(HrmResource(chosen.predicted.bottleneck))
     return ok(
         "plan",
         f"{chosen.max_num_seqs} sequences in {chosen.num_micro_batches} micro-batches, {chosen.num_resident_layers} "
         f"layers resident, {chosen.kv_bytes / 2**30:.3g} GiB of KV cache a rank; predicted "
-        f"{chosen.predicted.generated_tokens_per_s:.3g} tokens/s, bound by {chosen.predicted.bottleneck}",
+        f"{chosen.predicted.generated_tokens_per_s:.3g} tokens/s, bound by {bound}",
     )
 
 
