@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_moe_lightning.config import HostMemoryKind
-from vllm_moe_lightning.device.base import Buffer, Device, OperationRecord, StreamTotals
+from vllm_moe_lightning.device.base import Buffer, OperationRecord, StreamTotals
 from vllm_moe_lightning.device.cuda_runtime import CudaRuntime, StreamHandle, TorchCuda
 from vllm_moe_lightning.device.cuda_streams import (
     CudaClock,
@@ -21,15 +21,16 @@ from vllm_moe_lightning.device.cuda_streams import (
     CudaStream,
     Shared,
 )
+from vllm_moe_lightning.device.framed import FramedDevice, synchronize_all
 from vllm_moe_lightning.device.hazards import STREAM_NAMES, HazardChecker, StreamObserver
 from vllm_moe_lightning.device.memory import POISON_BYTE, MemoryBudget
 from vllm_moe_lightning.device.native_stream import NativeStream
 from vllm_moe_lightning.device.pinning import CHUNK_BYTES, PAGEABLE_FROM_BYTES, HostMemory
 from vllm_moe_lightning.device.staging import NUM_PIECES, PIECE_BYTES
-from vllm_moe_lightning.errors import DeviceMemoryError, DeviceTaskError
+from vllm_moe_lightning.errors import DeviceMemoryError
 
 
-class CudaDevice(Device):
+class CudaDevice(FramedDevice):
     """See the module docstring.
 
     memory_budget_bytes: None: what is free on the GPU now.
@@ -69,10 +70,10 @@ class CudaDevice(Device):
             raise ValueError(f"stall_timeout_s must be positive, or None to wait for ever; got {stall_timeout_s}")
         self._runtime: CudaRuntime = TorchCuda() if runtime is None else runtime
         self.torch_device = self._runtime.torch_device
-        self.poison = poison
-        self._memory = MemoryBudget(self._runtime.free_bytes() if memory_budget_bytes is None else memory_budget_bytes)
-        self._frames: dict[str, torch.Tensor] = {}
-        self._hazards = observer if observer is not None else HazardChecker(STREAM_NAMES) if check_hazards else None
+        if memory_budget_bytes is None:
+            memory_budget_bytes = self._runtime.free_bytes()
+        hazards = observer if observer is not None else HazardChecker(STREAM_NAMES) if check_hazards else None
+        super().__init__(MemoryBudget(memory_budget_bytes), hazards, poison=poison)
         self._host_memory = HostMemory(
             self._runtime,
             host_memory,
@@ -110,18 +111,6 @@ class CudaDevice(Device):
         self._poison(tensor)
         return Buffer(name, tensor)
 
-    def reserve(self, num_bytes: int, name: str) -> None:
-        self._memory.take(num_bytes, name)
-
-    def release(self, name: str) -> None:
-        # To the caching allocator, for the compute stream's use: what that was given before comes first.
-        self._memory.give_back(name)
-        frame = self._frames.pop(name, None)
-        if frame is not None:
-            self._poison(frame)
-        if self._hazards is not None:
-            self._hazards.forget(name)
-
     def allocate_host(self, num_bytes: int, name: str) -> Buffer:
         return Buffer(name, self._host_memory.allocate(num_bytes, name))
 
@@ -135,26 +124,11 @@ class CudaDevice(Device):
     def stalled(self) -> bool:
         return self.cpu.stalled or any(stream.stalled for stream in self._gpu_streams)
 
-    @property
-    def memory_budget_bytes(self) -> int | None:
-        return self._memory.budget_bytes
-
-    @property
-    def memory_used_bytes(self) -> int:
-        return self._memory.used_bytes
-
     def memory_report(self) -> str:
         return f"{self._memory.report()}\n{self._host_memory.report()}"
 
     def synchronize(self) -> None:
-        failure: DeviceTaskError | None = None
-        for stream in self._streams:
-            try:
-                stream.synchronize()
-            except DeviceTaskError as error:  # after it too, all streams are idle
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        synchronize_all(self._streams)
 
     def totals(self) -> dict[str, StreamTotals]:
         return {stream.name: stream.totals() for stream in self._streams}

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_moe_lightning.device.base import Buffer, Device, OperationRecord, StreamTotals
+from vllm_moe_lightning.device.base import Buffer, OperationRecord, StreamTotals
 from vllm_moe_lightning.device.emulated_streams import EmulatedComputeStream, EmulatedCopyStream
+from vllm_moe_lightning.device.framed import FramedDevice, synchronize_all
 from vllm_moe_lightning.device.hazards import STREAM_NAMES, HazardChecker, StreamObserver
 from vllm_moe_lightning.device.memory import POISON_BYTE, MemoryBudget
 from vllm_moe_lightning.device.native_stream import TIMINGS, NativeHostTaskStream, NativeStream, Timing
-from vllm_moe_lightning.errors import DeviceTaskError
 
 
-class EmulatedDevice(Device):
+class EmulatedDevice(FramedDevice):
     """See the module docstring.
 
     h2d_bytes_per_s, d2h_bytes_per_s: link speed per direction, None: as fast as memcpy. A paced copy takes
@@ -64,10 +64,8 @@ class EmulatedDevice(Device):
         for option, value in (("link_latency_s", link_latency_s), ("jitter_max_s", jitter_max_s)):
             if not value >= 0:
                 raise ValueError(f"{option} must not be negative, got {value}")
-        self.poison = poison
-        self._memory = MemoryBudget(memory_budget_bytes)
-        self._frames: dict[str, torch.Tensor] = {}
-        self._hazards = observer if observer is not None else HazardChecker(STREAM_NAMES) if check_hazards else None
+        hazards = observer if observer is not None else HazardChecker(STREAM_NAMES) if check_hazards else None
+        super().__init__(MemoryBudget(memory_budget_bytes), hazards, poison=poison)
 
         def link(name: str, bytes_per_s: float | None) -> EmulatedCopyStream:
             return EmulatedCopyStream(
@@ -101,21 +99,13 @@ class EmulatedDevice(Device):
     def allocate(self, num_bytes: int, name: str) -> Buffer:
         self._memory.take(num_bytes, name)
         tensor = torch.empty(num_bytes, dtype=torch.uint8)
-        if self.poison:
-            tensor.fill_(POISON_BYTE)
+        self._poison(tensor)
         self._frames[name] = tensor
         return Buffer(name, tensor)
 
-    def reserve(self, num_bytes: int, name: str) -> None:
-        self._memory.take(num_bytes, name)
-
-    def release(self, name: str) -> None:
-        self._memory.give_back(name)
-        frame = self._frames.pop(name, None)
-        if frame is not None and self.poison:
+    def _poison(self, frame: torch.Tensor) -> None:
+        if self.poison:
             frame.fill_(POISON_BYTE)
-        if self._hazards is not None:
-            self._hazards.forget(name)
 
     def allocate_host(self, num_bytes: int, name: str) -> Buffer:
         if num_bytes < 0:
@@ -137,26 +127,11 @@ class EmulatedDevice(Device):
     def stalled(self) -> bool:
         return any(stream.stalled for stream in self._native_streams)
 
-    @property
-    def memory_budget_bytes(self) -> int | None:
-        return self._memory.budget_bytes
-
-    @property
-    def memory_used_bytes(self) -> int:
-        return self._memory.used_bytes
-
     def memory_report(self) -> str:
         return self._memory.report()
 
     def synchronize(self) -> None:
-        failure: DeviceTaskError | None = None
-        for stream in (*self._native_streams, self.compute):
-            try:
-                stream.synchronize()
-            except DeviceTaskError as error:  # after it too, all streams are idle
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        synchronize_all((*self._native_streams, self.compute))
 
     def totals(self) -> dict[str, StreamTotals]:
         totals = {stream.name: stream.totals() for stream in self._native_streams}

@@ -142,11 +142,16 @@ class Runtime:
 
     def _bring_the_rest_to_the_device(self) -> None:
         """Experts are made on the host (experts.py): what is not paged of them belongs beside the other weights."""
-        paged = {id(p) for layer in self._experts for p in layer.parameters.values()}
+        paged = self._paged_ids
         for decoder_layer in self._decoder_layers:
             for tensor in (*expert_parameters(decoder_layer), *expert_buffers(decoder_layer)):
                 if id(tensor) not in paged:
                     tensor.data = tensor.data.to(self.device.torch_device)
+
+    @property
+    def _paged_ids(self) -> set[int]:
+        """Of the parameters that the store took over."""
+        return {id(p) for layer in self._experts for p in layer.parameters.values()}
 
     def _path_of(self, schedule: str) -> AttentionPath:
         return self._paths[schedule]
@@ -161,7 +166,7 @@ class Runtime:
 
         other_bytes_in_layers: of the decoder layers, everything but the experts.
         """
-        paged = {id(p) for layer in self._experts for p in layer.parameters.values()}
+        paged = self._paged_ids
         of_experts = [p for layer in self._decoder_layers for p in expert_parameters(layer)]
         in_layers = {id(p) for layer in self._decoder_layers for p in layer.parameters()}
         other_bytes = other_bytes_in_layers + sum(p.nbytes for p in of_experts if id(p) not in paged)
@@ -170,11 +175,10 @@ class Runtime:
         if self._plan is not None:
             _warn_of_difference("weights other than experts", self._plan.other_weight_bytes, other_bytes)
         prefill = context = None
+        self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
         if not self._attends_on_device:
             prefill = prefill_of(self.options, self.device.kind, self._attention_layers)
             context = context_limits_of(self.options, self.device.kind, self._attention_layers, self._vllm_config)
-        self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
-        if not self._attends_on_device:
             self._paths = self._host_attention_paths(prefill, context)
             self._reads_context = context is not None or self.options.schedule == "s4"
         PipelinedForward(

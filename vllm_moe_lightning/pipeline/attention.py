@@ -4,6 +4,7 @@ kernel's task for it."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -38,8 +39,9 @@ class AttentionRows:
         """As their tokens follow the CPU's."""
         return [rows for rows in (self.with_context, self.on_device) if rows is not None]
 
-    @property
+    @cached_property
     def query_lens(self) -> list[int]:
+        """Tokens of each row; asked for in every layer."""
         return self.query_start.diff().tolist()
 
 
