@@ -21,7 +21,6 @@ from vllm_moe_lightning.kernels.paged_moe import _as_operand
 from vllm_moe_lightning.kernels.paged_moe_launch import PagedMoeStep, paged_fused_moe
 from vllm_moe_lightning.kernels.tile_configs import TileConfig
 from vllm_moe_lightning.kernels.token_tiles import tiles_of
-from vllm_moe_lightning.pipeline.paged_experts import run_paged_experts
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -182,7 +181,7 @@ def test_residency_and_kernel_together_match_the_reference_for_every_number_of_s
     for step, num_tokens in enumerate((1, 3, 20, 1)):
         for layer in range(2):
             batch = experts.batch(num_tokens, top_k=2, seed=10 * step + layer)
-            output = run_paged_experts(experts.residency, layer, *batch)
+            output = experts.run(layer, batch, "triton")
             expected = experts.expected(layer, batch)
             assert relative_rms(output, expected) <= STATED[torch.float16] * 1.5
     device.synchronize()

@@ -77,6 +77,7 @@ class PagedMoeStep:
         config: TileConfig | None = None,
     ) -> None:
         check_inputs(hidden, topk_weights, topk_ids, shape)
+        check_weights(shape.dtype)
         self._kernels = _triton_kernels()
         self._interpreted = _is_interpreted()
         self._capability = _capability_of(hidden.device, self._interpreted)
@@ -218,6 +219,15 @@ def fp8_conversion(dtype: torch.dtype, capability: int) -> str:
     if dtype != torch.float8_e4m3fn:
         return "no"
     return "native" if capability >= FIRST_WITH_FLOAT8 else "bits"
+
+
+def check_weights(dtype: torch.dtype) -> None:
+    """Raises UnsupportedError for weights that the kernel cannot multiply."""
+    if dtype == torch.float32:
+        raise UnsupportedError(
+            "paged_fused_moe has no float32 experts; run with dtype float16 or bfloat16 (the reference in plain torch, "
+            "kernels/reference_paged_moe.py, has them)"
+        )
 
 
 def check_dtype(dtype: torch.dtype, capability: int) -> None:
