@@ -1,4 +1,4 @@
-"""The engine on the plain decoder, on a GPU or the emulated device: the arms that gpu_check.py compares.
+"""The engine on the plain decoder, on a GPU or the emulated device: the schedules that gpu_check.py compares.
 
 All arms have one model, one device and one memory budget. Ours keep keys and values in host memory, so their batch is
 what the plan says; the stock-like arm keeps them on the device, as a layer prefetcher without CPU attention must, so
@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.decoder_engine import DecoderEngine, Sequences, make_caches
-from benchmarks.fp64_checks import token_error
 from benchmarks.round_figures import spread
 from benchmarks.torch_decoder import CPU, DecoderConfig, MatrixDrawer, MoeDecoder
 from vllm_moe_lightning.config import MoeLightningConfig
@@ -94,31 +93,30 @@ class GpuEngine:
         if name == STOCK:
             with self._stock_step() as (num_seqs, step):
                 if num_seqs:
-                    self._measure(self.arms.setdefault(STOCK, Arm(num_seqs)), step, num_steps)
+                    self.add_round(self.arms.setdefault(STOCK, Arm(num_seqs)), step, num_steps)
             return
         if name in self.null_reasons:
             return
         try:
-            self._measure(self.arms[name], self.take, num_steps)
+            self.add_round(self.arms[name], self.take, num_steps)
         except DeviceMemoryError as error:  # S4's frames: two micro-batches' context
             self.null_reasons[name] = str(error).splitlines()[0]
-        if name == "s4":  # the stock-like arm has its KV in this room
-            self.device.synchronize()
-            self.engine.release_device_context()
+        finally:
+            if name == "s4" and not self.device.stalled:  # the stock-like arm has its KV in this room
+                self.device.synchronize()
+                self.engine.release_device_context()
 
     def take(self) -> torch.Tensor:
         """A step under the schedule in force, and its greedy tokens."""
         return self.model.greedy(self.engine.step(self.step))
 
-    def differences(self) -> dict[str, float]:
-        """Error of each schedule's hidden states against CGOPipe's: they compute the same step."""
-        hidden = {}
-        for name in (name for name in SCHEDULE_NAMES if name not in self.null_reasons):
-            self.engine.executor.policy = replace(self.engine.executor.policy, schedule=name)
-            hidden[name] = self.engine.step(self.step).cpu()
-        return {name: token_error(result, hidden["cgopipe"]) for name, result in hidden.items()}
+    def hidden_states(self, schedule: str) -> torch.Tensor:
+        """[T, H] on the host, of the step under a schedule: all compute the same."""
+        self.engine.executor.policy = replace(self.engine.executor.policy, schedule=schedule)
+        return self.engine.step(self.step).cpu()
 
-    def _measure(self, arm: Arm, take: Callable[[], object], num_steps: int) -> None:
+    def add_round(self, arm: Arm, take: Callable[[], object], num_steps: int) -> None:
+        """take: a step."""
         executor, device = self.engine.executor, self.device
         take()
         device.compute.synchronize()
@@ -169,8 +167,9 @@ class GpuEngine:
         try:
             yield num_seqs, step
         finally:
-            device.synchronize()
-            device.release(STOCK_KV)
+            if not device.stalled:
+                device.synchronize()
+                device.release(STOCK_KV)
 
 
 def _drawers(config: DecoderConfig, device: Device) -> tuple[MatrixDrawer, MatrixDrawer]:
