@@ -48,8 +48,10 @@ def cases(kind: DeviceKind) -> Iterator[Case]:
 
 
 def paged_moe_checks(kind: DeviceKind, run: CheckRun, reserve_s: float) -> None:
-    """Each case by itself; 16-bit weights are never dropped. Without triton on a GPU each of them fails. reserve_s: what
-    later parts take."""
+    """Each case by itself; those of 16-bit weights are never dropped. Without triton on a GPU each of them fails.
+
+    reserve_s: what later parts take.
+    """
     device = torch_device(kind)
     for index, case in enumerate(cases(kind)):
         name = f"{'paged_fused_moe' if kind is DeviceKind.CUDA else 'its reference'} {case}"
