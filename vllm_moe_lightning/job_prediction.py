@@ -68,7 +68,7 @@ def job_loads(job: Job, limits: SweepLimits) -> list[SweepLoad]:
     waiting_tokens = job.num_requests * job.prompt_len
     read_tokens = 0  # of all prompts, in their order
     groups: list[list[int]] = []  # [sequences, tokens generated so far], the oldest first
-    finished = 0
+    finished = num_chunks = 0
     while finished < job.num_requests:
         decoding = [group for group in groups if group[1] < job.gen_len]
         num_decoding = sum(count for count, _ in decoding)
@@ -78,6 +78,7 @@ def job_loads(job: Job, limits: SweepLimits) -> list[SweepLoad]:
         room = max(0, limits.tokens_per_sweep - num_decoding)
         taken = min(room, may_be_read - read_tokens)
         num_read = (read_tokens + taken) // job.prompt_len - read_tokens // job.prompt_len
+        num_chunks += -(-(read_tokens + taken) // job.prompt_len) - read_tokens // job.prompt_len if taken else 0
         read_tokens += taken
         assert num_decoding or taken, "a sweep without tokens"
         loads.append(
@@ -94,7 +95,7 @@ def job_loads(job: Job, limits: SweepLimits) -> list[SweepLoad]:
             decoding.append([num_read, 1])  # a prompt's sweep gives its first token
         finished += sum(count for count, done in decoding if done == job.gen_len)
         groups = [group for group in decoding if group[1] < job.gen_len]
-    return loads
+    return [replace(load, prefill_chunks=num_chunks / job.num_requests) for load in loads]
 
 
 def predict_job(
