@@ -28,7 +28,7 @@ from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.policy import page_bytes_for
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
-from vllm_moe_lightning.prompt_place import planned_context_query_tokens, prompts_on_device
+from vllm_moe_lightning.prompt_place import prompt_places, why_prompts_are_there
 from vllm_moe_lightning.row_costs import query_token_cost
 from vllm_moe_lightning.stock_vllm import StockRuns, stock_runs
 from vllm_moe_lightning.tensor_parallel import machine_of_rank, model_of_rank
@@ -98,8 +98,7 @@ class EnginePlanning:
             # Of no effect on the steady state, but says that no sweep parks its hidden states on the host.
             prefill_tokens_per_sweep=options.prefill_tokens_per_sweep or 1,
             lookahead=options.lookahead,
-            prompts_on_gpu=prompts_on_device(options, self.spec, self.machine),
-            context_query_tokens=planned_context_query_tokens(options, self.spec, self.machine),
+            **prompt_places(options, self.spec, self.machine),
         )
 
     def _batch_bound(self, work: Workload) -> int | None:
@@ -279,6 +278,7 @@ class EnginePlanning:
                 "max_num_seqs": GIVEN if given.max_num_seqs else PLANNED,
                 "max_num_batched_tokens": GIVEN if given.max_num_batched_tokens else f"planned: {room_reason}",
                 "attention": PLANNED if options.attention == "auto" else GIVEN,
+                **({} if choice.attention_on_gpu else {"prefill_attention": why_prompts_are_there(options, self.spec)}),
                 "num_micro_batches": GIVEN if options.num_micro_batches else PLANNED,
                 "num_resident_layers": PLANNED if options.num_resident_layers is None else GIVEN,
                 "prefill_tokens_per_sweep": GIVEN if options.prefill_tokens_per_sweep else PLANNED,

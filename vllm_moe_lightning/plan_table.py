@@ -42,6 +42,7 @@ def _rows(plan: EnginePlan) -> list[tuple[str, str, str]]:
         "prefill_tokens_per_sweep": str(plan.prefill_tokens_per_sweep),
         "num_micro_batches": f"{plan.num_micro_batches} x {plan.micro_batch_size}",
         "attention": "on the device" if plan.attention_on_device else "on the CPU",
+        "prefill_attention": "on the device" if plan.prompts_on_device else "on the CPU",
         "num_resident_layers": str(plan.num_resident_layers),
         "page_bytes": f"{plan.page_bytes / MIB:.2f} MiB",
         "kv_bytes": f"{plan.kv_bytes / MIB:.1f} MiB",

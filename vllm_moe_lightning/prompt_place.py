@@ -6,8 +6,11 @@ what is known before.
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.context_place import context_query_tokens
+from vllm_moe_lightning.engine_plan import GIVEN
 from vllm_moe_lightning.hardware import EMULATED_GPU_NAME, HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
 
@@ -28,20 +31,28 @@ def least_query_tokens(options: MoeLightningConfig, planned: int, *, is_emulated
     return (0 if is_emulated else planned) or (DEFAULT_CONTEXT_QUERY_TOKENS if options.prefill_context == "link" else 0)
 
 
-def prompts_on_device(options: MoeLightningConfig, spec: MoeModelSpec, machine: HardwareProfile) -> bool:
-    """Whether the device attends to prompts without context: it knows no sinks."""
-    return wants_device(options, is_emulated=_is_emulated(machine)) and not spec.has_sinks
+class PromptPlaces(TypedDict):
+    """Fields of HrmPolicy and of PlanLimits."""
+
+    prompts_on_gpu: bool
+    context_query_tokens: int
 
 
-def planned_context_query_tokens(options: MoeLightningConfig, spec: MoeModelSpec, machine: HardwareProfile) -> int:
-    """New tokens of a prompt's later chunk from which on the device attends to it; 0: never. It knows no sinks, no
-    quantised caches, and not several kinds of cache in one model."""
+def prompt_places(options: MoeLightningConfig, spec: MoeModelSpec, machine: HardwareProfile) -> PromptPlaces:
+    """The device knows no sinks; of prompts with a context, no quantised caches either, nor a model whose layers have
+    several kinds of cache."""
+    is_emulated = machine.gpu.name == EMULATED_GPU_NAME
     is_quantised = spec.kv_bytes_per_element != spec.widths.activation_bytes
-    if spec.has_sinks or is_quantised or spec.num_windowed_layers not in (0, spec.num_layers):
-        return 0
+    is_unfit = spec.has_sinks or is_quantised or spec.num_windowed_layers not in (0, spec.num_layers)
     planned = context_query_tokens(spec, machine)
-    return least_query_tokens(options, planned, is_emulated=_is_emulated(machine))
+    return PromptPlaces(
+        prompts_on_gpu=wants_device(options, is_emulated=is_emulated) and not spec.has_sinks,
+        context_query_tokens=0 if is_unfit else least_query_tokens(options, planned, is_emulated=is_emulated),
+    )
 
 
-def _is_emulated(machine: HardwareProfile) -> bool:
-    return machine.gpu.name == EMULATED_GPU_NAME
+def why_prompts_are_there(options: MoeLightningConfig, spec: MoeModelSpec) -> str:
+    """For the plan's table."""
+    if spec.has_sinks and options.prefill_attention != "cpu":
+        return f"{spec.model_type} has sinks, which the device does not know"
+    return "auto: on CUDA the device, on the emulated device the CPU" if options.prefill_attention == "auto" else GIVEN

@@ -1,5 +1,7 @@
 """Whole jobs: every request gets its tokens, ramp-up and tail cost what they cost, limits are kept."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_moe_lightning.cost_model import steady_state_cost
@@ -32,6 +34,26 @@ def test_each_prompt_is_read_once_and_each_token_decoded_once_within_the_limits(
     assert sum(load.decode_seqs for load in loads) == job.num_requests * (job.gen_len - 1)
     assert max(load.tokens for load in loads) <= limits.tokens_per_sweep + 1e-6
     assert max(load.decode_seqs for load in loads) <= limits.max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_sweep", "chunks"),
+    [(80, 1.0), (10, 1.0), (5, 2.0), (1, 10.0), (15, 1.375)],
+    ids=["all at once", "one a sweep", "half a sweep", "token by token", "one and a half: 3 of 8 are cut"],
+)
+def test_prompts_are_counted_by_the_sweeps_that_they_take(tokens_per_sweep: int, chunks: float) -> None:
+    loads = job_loads(Job(8, 10, 1), SweepLimits(8, tokens_per_sweep))
+    assert {load.prefill_chunks for load in loads} == {chunks}
+
+
+def test_long_prompts_take_longer_where_their_attention_has_fewer_flops() -> None:
+    """A T4's cores have a hundredth of its FLOP/s."""
+    on_cpu = replace(POLICY, prompts_on_gpu=False)
+    times_s = [
+        predict_job(SPEC, MACHINE, policy, Job(8, 4000, 2), SweepLimits(64, 8000)) for policy in (POLICY, on_cpu)
+    ]
+    assert times_s[1].time_s > times_s[0].time_s
+    assert times_s[1].busy_s["cpu"] > 10 * times_s[0].busy_s["cpu"]
 
 
 def test_one_batch_with_room_for_all_prompts_is_one_prefill_and_then_decodes() -> None:
