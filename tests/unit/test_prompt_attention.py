@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of prompts in either place: pairs and bytes by hand, the sweep that they make, and the simulator's tasks."""
+"""Attention of prompts in either place: pairs and bytes by hand, the sweep they make, and the simulator's tasks."""
 
 from __future__ import annotations
 
