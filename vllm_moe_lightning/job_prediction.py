@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from vllm_moe_lightning.cost_model import sweep_cost
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.prompt_cuts import PromptCuts
 from vllm_moe_lightning.workload import HrmPolicy, SweepLoad
 
 
@@ -68,7 +69,7 @@ def job_loads(job: Job, limits: SweepLimits) -> list[SweepLoad]:
     waiting_tokens = job.num_requests * job.prompt_len
     read_tokens = 0  # of all prompts, in their order
     groups: list[list[int]] = []  # [sequences, tokens generated so far], the oldest first
-    finished = num_chunks = 0
+    finished = 0
     while finished < job.num_requests:
         decoding = [group for group in groups if group[1] < job.gen_len]
         num_decoding = sum(count for count, _ in decoding)
@@ -78,7 +79,6 @@ def job_loads(job: Job, limits: SweepLimits) -> list[SweepLoad]:
         room = max(0, limits.tokens_per_sweep - num_decoding)
         taken = min(room, may_be_read - read_tokens)
         num_read = (read_tokens + taken) // job.prompt_len - read_tokens // job.prompt_len
-        num_chunks += -(-(read_tokens + taken) // job.prompt_len) - read_tokens // job.prompt_len if taken else 0
         read_tokens += taken
         assert num_decoding or taken, "a sweep without tokens"
         loads.append(
@@ -95,7 +95,14 @@ def job_loads(job: Job, limits: SweepLimits) -> list[SweepLoad]:
             decoding.append([num_read, 1])  # a prompt's sweep gives its first token
         finished += sum(count for count, done in decoding if done == job.gen_len)
         groups = [group for group in decoding if group[1] < job.gen_len]
-    return [replace(load, prefill_chunks=num_chunks / job.num_requests) for load in loads]
+    return loads
+
+
+def prompt_cuts(job: Job, limits: SweepLimits, num_micro_batches: int) -> PromptCuts:
+    """Long prompts share a sweep's tokens, one for each micro-batch and two at least (integration/step_limits)."""
+    sharing = min(max(2, num_micro_batches), job.num_requests, limits.max_num_seqs)
+    chunk = max(1.0, limits.tokens_per_sweep / sharing)
+    return PromptCuts.equal(job.prompt_len, max(1.0, job.prompt_len / chunk))
 
 
 def predict_job(
@@ -103,9 +110,9 @@ def predict_job(
 ) -> JobPrediction:
     """Of `policy` its micro-batches and its resident layers count; what a sweep carries is the job's."""
     time_s, full, bounds, busy_s = 0.0, 0, dict[str, float](), dict[str, float]()
-    loads = job_loads(job, limits)
+    loads, cuts = job_loads(job, limits), prompt_cuts(job, limits, policy.num_micro_batches)
     for load in loads:
-        cost = sweep_cost(spec, profile, policy, load)
+        cost = sweep_cost(spec, profile, policy, replace(load, prefill_cuts=cuts))
         time_s += cost.time_s
         bounds[str(cost.bottleneck)] = bounds.get(str(cost.bottleneck), 0.0) + cost.time_s
         for resource, seconds in cost.busy_s.items():

@@ -36,16 +36,13 @@ class PromptAttention:
 
 
 def prompt_attention(spec: MoeModelSpec, policy: HrmPolicy, load: SweepLoad) -> PromptAttention:
-    """c equal chunks of a prompt of s tokens: the first has the pairs of a prompt of s / c tokens, the others all that
-    remain, and a context of s / c, 2 s / c ... tokens, s (c - 1) / 2 in all."""
-    seqs, length, chunks = load.prefill_seqs, load.prefill_len, load.prefill_chunks
-    chunk = length / chunks
-    first_pairs = seqs * spec.mean_causal_pairs(chunk)
-    later_pairs = seqs * spec.mean_causal_pairs(length) - first_pairs
-    first_tokens, later_tokens = seqs * chunk, seqs * (length - chunk)
-    context = seqs * (length - chunk) / 2 * chunks
+    """The first chunk of a prompt, which may be all of it, in one place, the later ones in another or the same."""
+    cuts, seqs = load.prefill_cuts, load.prefill_seqs
+    pairs, tokens = seqs * spec.mean_causal_pairs(load.prefill_len), seqs * load.prefill_len
+    first_pairs, first_tokens, context = pairs * cuts.first_pairs, tokens * cuts.first_tokens, seqs * cuts.context
+    later_pairs, later_tokens = pairs - first_pairs, tokens - first_tokens
     first_on_cpu = 0.0 if policy.prompts_on_gpu else 1.0
-    later_on_cpu = 0.0 if policy.attention_on_gpu else 1.0 - _on_gpu(policy.context_query_tokens, chunk)
+    later_on_cpu = 0.0 if policy.attention_on_gpu else 1.0 - _on_gpu(policy.context_query_tokens, cuts.later_chunk)
     return PromptAttention(
         gpu_pairs=first_pairs * (1.0 - first_on_cpu) + later_pairs * (1.0 - later_on_cpu),
         cpu_pairs=first_pairs * first_on_cpu + later_pairs * later_on_cpu,

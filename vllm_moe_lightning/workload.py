@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from vllm_moe_lightning.prompt_cuts import READ_WHOLE, PromptCuts
 from vllm_moe_lightning.rowwise import larger, smaller
 
 
@@ -132,8 +133,7 @@ class SweepLoad:
     """Cached tokens that each of them reads, on average."""
     prefill_seqs: float = 0.0
     prefill_len: float = 0.0
-    prefill_chunks: float = 1.0
-    """Sweeps that a prompt is spread over, on average, in chunks taken as equal: all but the first have a context."""
+    prefill_cuts: PromptCuts = READ_WHOLE
 
     @property
     def prefill_tokens(self) -> float:
@@ -173,19 +173,21 @@ def num_prefill_sweeps(workload: Workload, policy: HrmPolicy) -> float:
 def prefill_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
     seqs = policy.batch_size / num_prefill_sweeps(workload, policy)
     chunks = larger(workload.prompt_len / (policy.prefill_tokens_per_sweep or workload.prompt_len), 1.0)
-    return SweepLoad(prefill_seqs=seqs, prefill_len=workload.prompt_len, prefill_chunks=chunks)
+    cuts = PromptCuts.equal(workload.prompt_len, chunks)
+    return SweepLoad(prefill_seqs=seqs, prefill_len=workload.prompt_len, prefill_cuts=cuts)
 
 
 def steady_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
     """A sweep of continuous batching with all N slots taken: in gen_len sweeps every slot turns over once, so each
     sweep prefills N / gen_len prompts (which gives their first token) and decodes the rest."""
     starting = policy.batch_size / workload.gen_len
+    chunks = larger(workload.prompt_len / _prefill_room(workload, policy), 1.0)
     return SweepLoad(
         decode_seqs=policy.batch_size - starting,
         decode_context=workload.mean_decode_context if workload.gen_len > 1 else 0.0,
         prefill_seqs=starting,
         prefill_len=workload.prompt_len,
-        prefill_chunks=larger(workload.prompt_len / _prefill_room(workload, policy), 1.0),
+        prefill_cuts=PromptCuts.equal(workload.prompt_len, chunks),
     )
 
 

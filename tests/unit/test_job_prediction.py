@@ -6,8 +6,9 @@ import pytest
 
 from vllm_moe_lightning.cost_model import steady_state_cost
 from vllm_moe_lightning.hardware_presets import preset_profile
-from vllm_moe_lightning.job_prediction import Job, SweepLimits, job_loads, predict_job
+from vllm_moe_lightning.job_prediction import Job, SweepLimits, job_loads, predict_job, prompt_cuts
 from vllm_moe_lightning.model_config import spec_from_config
+from vllm_moe_lightning.prompt_cuts import PromptCuts
 from vllm_moe_lightning.workload import HrmPolicy, Workload
 
 MIXTRAL = {
@@ -37,13 +38,19 @@ def test_each_prompt_is_read_once_and_each_token_decoded_once_within_the_limits(
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_sweep", "chunks"),
-    [(80, 1.0), (10, 1.0), (5, 2.0), (1, 10.0), (15, 1.375)],
-    ids=["all at once", "one a sweep", "half a sweep", "token by token", "one and a half: 3 of 8 are cut"],
+    ("job", "slots", "chunks"),
+    [
+        (Job(8, 100, 1), 8, 1.0),
+        (Job(8, 400, 1), 8, 4.0),
+        (Job(8, 400, 1), 3, 3.0),
+        (Job(1, 400, 1), 8, 1.0),
+        (Job(1, 800, 1), 8, 2.0),
+    ],
+    ids=["short ones whole", "four share a sweep", "three slots", "one alone", "one longer than a sweep"],
 )
-def test_prompts_are_counted_by_the_sweeps_that_they_take(tokens_per_sweep: int, chunks: float) -> None:
-    loads = job_loads(Job(8, 10, 1), SweepLimits(8, tokens_per_sweep))
-    assert {load.prefill_chunks for load in loads} == {chunks}
+def test_long_prompts_share_a_sweep(job: Job, slots: int, chunks: float) -> None:
+    cuts = prompt_cuts(job, SweepLimits(slots, 400), num_micro_batches=4)
+    assert cuts == PromptCuts.equal(job.prompt_len, chunks)
 
 
 def test_long_prompts_take_longer_where_their_attention_has_fewer_flops() -> None:

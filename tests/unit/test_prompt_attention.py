@@ -16,6 +16,7 @@ from vllm_moe_lightning.kernel_costs import Machine, head_s
 from vllm_moe_lightning.model_config import read_model_spec
 from vllm_moe_lightning.planned_sweep import simulate_policy
 from vllm_moe_lightning.prompt_attention import prompt_attention
+from vllm_moe_lightning.prompt_cuts import PromptCuts
 from vllm_moe_lightning.resources import HrmResource
 from vllm_moe_lightning.workload import HrmPolicy, SweepBuffers, SweepLoad, Workload, prefill_load, steady_load
 
@@ -48,7 +49,7 @@ def test_whole_prompts_are_attended_to_where_the_policy_says() -> None:
 
 def test_later_chunks_have_a_place_of_their_own() -> None:
     """Of 1000 tokens in four chunks, 250 attend to what is at hand and 750 to a context of 250, 500 and 750 tokens."""
-    chunks = SweepLoad(prefill_seqs=1, prefill_len=1000, prefill_chunks=4)
+    chunks = SweepLoad(prefill_seqs=1, prefill_len=1000, prefill_cuts=PromptCuts.equal(1000, 4))
     first, all_pairs, context = 250 * 251 / 2, 1000 * 1001 / 2, 250 + 500 + 750
     on_gpu = prompt_attention(MIXTRAL, ON_GPU, chunks)
     assert (on_gpu.gpu_pairs, on_gpu.cpu_pairs, on_gpu.raised_keys) == (all_pairs, 0, context)
@@ -64,7 +65,7 @@ def test_later_chunks_have_a_place_of_their_own() -> None:
 @pytest.mark.parametrize(("least", "raised_keys"), [(250, 1500), (251, 0)])
 def test_a_chunk_shorter_than_its_least_stays_on_the_cpu(least: int, raised_keys: float) -> None:
     policy = replace(ON_GPU, context_query_tokens=least)
-    chunks = SweepLoad(prefill_seqs=1, prefill_len=1000, prefill_chunks=4)
+    chunks = SweepLoad(prefill_seqs=1, prefill_len=1000, prefill_cuts=PromptCuts.equal(1000, 4))
     assert prompt_attention(MIXTRAL, policy, chunks).raised_keys == raised_keys
 
 
@@ -98,7 +99,7 @@ def test_the_softmax_of_each_logit_is_paid_for_in_flops() -> None:
 def test_the_context_of_later_chunks_comes_up_once_for_each() -> None:
     profile = ideal()
     whole, cut = (
-        sweep_cost(MIXTRAL, profile, ON_GPU, replace(FOUR_PROMPTS, prefill_chunks=chunks)).busy_s
+        sweep_cost(MIXTRAL, profile, ON_GPU, replace(FOUR_PROMPTS, prefill_cuts=PromptCuts.equal(1000, chunks))).busy_s
         for chunks in (1.0, 4.0)
     )
     context_bytes = LAYERS * 4 * 1500 * 2 * KV_WIDTH * 2
@@ -109,7 +110,7 @@ def test_the_context_of_later_chunks_comes_up_once_for_each() -> None:
 def test_a_cache_on_the_gpu_brings_nothing_up() -> None:
     policy = HrmPolicy(4, 1, attention_on_gpu=True, kv_gpu_ratio=1.0)
     whole, cut = (
-        sweep_cost(MIXTRAL, ideal(), policy, replace(FOUR_PROMPTS, prefill_chunks=chunks)).busy_s
+        sweep_cost(MIXTRAL, ideal(), policy, replace(FOUR_PROMPTS, prefill_cuts=PromptCuts.equal(1000, chunks))).busy_s
         for chunks in (1.0, 4.0)
     )
     assert cut == whole
@@ -121,7 +122,7 @@ def test_simulated_tasks_add_up_to_the_sweep(policy: HrmPolicy, chunks: float) -
     profile = preset_profile("l4")
     link = msgspec.structs.replace(profile.link, bidirectional_share=1.0)
     profile = msgspec.structs.replace(profile, link=link)
-    load = replace(FOUR_PROMPTS, prefill_chunks=chunks, decode_seqs=64, decode_context=500)
+    load = replace(FOUR_PROMPTS, prefill_cuts=PromptCuts.equal(1000, chunks), decode_seqs=64, decode_context=500)
     busy = sweep_cost(MIXTRAL, profile, policy, load).busy_s
     simulated = {resource.value: s for resource, s in simulate_policy(MIXTRAL, profile, policy, load).busy_s.items()}
     simulated["gpu"] += head_s(MIXTRAL, Machine(profile), load)
@@ -129,10 +130,15 @@ def test_simulated_tasks_add_up_to_the_sweep(policy: HrmPolicy, chunks: float) -
         assert seconds == pytest.approx(busy[HrmResource(name)]), name
 
 
+def test_one_chunk_is_a_prompt_read_whole() -> None:
+    whole = PromptCuts.equal(1000, 1)
+    assert replace(whole, later_chunk=0.0) == PromptCuts()
+
+
 def test_prompts_take_as_many_sweeps_as_the_room_in_one_of_them_says() -> None:
     policy = HrmPolicy(4, 4)
     static = prefill_load(Workload(1000, 100), replace(policy, prefill_tokens_per_sweep=400))
-    assert (static.prefill_seqs, static.prefill_chunks) == (0.4, 2.5)
+    assert (static.prefill_seqs, static.prefill_cuts) == (0.4, PromptCuts.equal(1000, 2.5))
     for buffers, chunks in (
         (None, 1.0),
         (SweepBuffers(least_prefill_tokens=1000), 1.0),
@@ -140,4 +146,5 @@ def test_prompts_take_as_many_sweeps_as_the_room_in_one_of_them_says() -> None:
         (SweepBuffers(total_tokens=516), 2.0),
         (SweepBuffers(least_prefill_tokens=1000, most_prefill_tokens=200), 5.0),
     ):
-        assert steady_load(Workload(1000, 100, buffers=buffers), policy).prefill_chunks == chunks, buffers
+        load = steady_load(Workload(1000, 100, buffers=buffers), policy)
+        assert load.prefill_cuts == PromptCuts.equal(1000, chunks), buffers
