@@ -15,7 +15,7 @@ OPTIONS_KEY = "moe_lightning"
 ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
 AdmissionMode = Literal["auto", "worst_case", "expected", "vllm"]
-ExpertsPlace = Literal["device", "cpu", "auto"]
+ExpertsPlace = Literal["device", "cpu", "auto", "fetched"]
 ContextPlace = Literal["auto", "cpu", "link"]
 AttentionPlace = Literal["auto", "cpu", "device"]
 HostMemoryKind = Literal["pinned", "pageable"]
@@ -88,7 +88,15 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     experts: ExpertsPlace = "device"
     """Of streamed layers. `cpu`: computed from the host pages, nothing is streamed. `auto`: layer by layer and sweep by
     sweep, as many on the CPU as the plan says for the tokens at hand: reading an expert there is faster than bringing
-    it up where an expert has few tokens. Unquantised SiLU experts only; on the CPU build, with our own kernel."""
+    it up where an expert has few tokens. `fetched`: in sweeps of few tokens, each expert that the router asks for comes
+    up by itself and the hottest stay on the device; in larger ones layers are streamed. Unquantised SiLU experts only;
+    on the CPU build, with our own kernel."""
+    expert_slots: PositiveInt | None = None
+    """With experts `fetched`: how many experts have room on the device. Default: what the plan would give to resident
+    layers; without planner as many as a layer has."""
+    fetched_up_to_tokens: NonNegativeInt | None = None
+    """With experts `fetched`: the largest sweep that fetches. Default: as long as that is predicted to be faster;
+    without planner as long as half of a layer's experts are asked for, if all are asked for alike."""
     num_resident_layers: NonNegativeInt | None = None
     """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
     admission: AdmissionMode = "auto"
@@ -130,6 +138,9 @@ PLANNER_ONLY = (
 )
 
 
+FETCHED_ONLY = ("expert_slots", "fetched_up_to_tokens")
+
+
 def parse_options(raw: object) -> MoeLightningConfig:
     """Options as given by the user (a dict from JSON, or nothing) -> config.
 
@@ -152,6 +163,12 @@ def parse_options(raw: object) -> MoeLightningConfig:
     if config.planner == "off" and config.experts == "auto":
         raise ValueError(
             f"{OPTIONS_KEY}.experts: 'auto' is the planner's choice, and planner is 'off'; give cpu or device"
+        )
+    ignored = [name for name in FETCHED_ONLY if getattr(config, name) is not None]
+    if config.experts != "fetched" and ignored:
+        raise ValueError(
+            f"{OPTIONS_KEY}: with experts {config.experts!r} nobody reads {ignored}; drop them, or set experts to "
+            "'fetched'"
         )
     ignored = [name for name in PLANNER_ONLY if getattr(config, name) is not None]
     if config.planner == "off" and ignored:

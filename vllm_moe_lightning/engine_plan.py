@@ -69,6 +69,10 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """New tokens of a row with cached context from which on the context comes up to the device. 0: never."""
     cpu_expert_layers: list[tuple[int, int]] = []
     """(most tokens of a sweep, streamed layers whose experts the CPU computes then), ascending; beyond: none."""
+    expert_slots: int = 0
+    """Experts that have room on the device, one by one; 0: none is fetched."""
+    fetched_up_to_tokens: int = 0
+    """The largest sweep that fetches experts."""
     reasons: dict[str, str] = {}
     """Name of a value above (or of a vLLM flag) -> why it is what it is: planned, given by the user, ..."""
     predicted: PredictedFigures

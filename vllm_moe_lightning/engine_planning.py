@@ -22,7 +22,7 @@ from vllm_moe_lightning.engine_request import (
     workload_of,
 )
 from vllm_moe_lightning.errors import PolicyInfeasibleError
-from vllm_moe_lightning.experts_place import cpu_expert_layers
+from vllm_moe_lightning.experts_place import cpu_expert_layers, fetched_up_to_tokens
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.limits import PlanLimits
@@ -79,7 +79,8 @@ class EnginePlanning:
             self.reasons["max_model_len"] = f"lowered from {request.max_model_len}: all that the KV cache holds"
         self.limits = self._limits(lengths)
         kv, room = self._kv_blocks(lengths), self._prompt_room(lengths)
-        self.workload = replace(lengths, kv=kv, buffers=self._buffers(lengths, room))
+        slots = request.options.expert_slots or 0
+        self.workload = replace(lengths, kv=kv, buffers=self._buffers(lengths, room), expert_slots=slots)
 
     # ------------------------------------------------ what is given
 
@@ -168,6 +169,21 @@ class EnginePlanning:
         return stock_runs(self.spec, self.machine, self.workload, self.limits)
 
     def plan(self) -> PlannedEngine:
+        options = self.request.options
+        if options.experts != "fetched" or options.expert_slots is not None:
+            return self._relieved()
+        # What resident layers would take is the slots', at least a layer's worth; then all is solved for once more.
+        resident = options.num_resident_layers
+        layers = max(1, self._relieved().plan.num_resident_layers) if resident is None else 1
+        slots = layers * self.spec.num_experts
+        with_slots = replace_struct(options, expert_slots=slots, num_resident_layers=resident or 0)
+        request = replace(self.request, options=with_slots)
+        planning = EnginePlanning(request, attention_on_device=self.attention_on_device)
+        planning.reasons["expert_slots"] = f"planned: as many as {layers} layers have"
+        return planning.plan()
+
+    def _relieved(self) -> PlannedEngine:
+        """The plan, of less than was asked for where nothing else fits."""
         try:
             return self._planned(self.workload, {})
         except PolicyInfeasibleError as error:
@@ -236,6 +252,22 @@ class EnginePlanning:
             return []
         return cpu_expert_layers(self.spec, self.machine, choice, work.final_context / 2, most_tokens)
 
+    def _fetch_reasons(self) -> dict[str, str]:
+        if self.request.options.experts != "fetched":
+            return {}
+        up_to = "as long as it is predicted to be faster, if all experts are asked for alike"
+        given = self.request.options.fetched_up_to_tokens is not None
+        return {"expert_slots": GIVEN, "fetched_up_to_tokens": GIVEN if given else up_to}
+
+    def _fetched_up_to_tokens(self, choice: HrmPolicy, work: Workload, most_tokens: int) -> int:
+        options = self.request.options
+        if options.experts != "fetched":
+            return 0
+        if options.fetched_up_to_tokens is not None:
+            return options.fetched_up_to_tokens
+        context = work.final_context / 2
+        return fetched_up_to_tokens(self.spec, self.machine, choice, context, work.expert_slots, most_tokens)
+
     # ------------------------------------------------ what comes out of it
 
     def _engine_plan(self, policy: PlannedPolicy, work: Workload, reasons: dict[str, str]) -> EnginePlan:
@@ -267,6 +299,8 @@ class EnginePlanning:
             prompts_on_device=choice.prompts_on_gpu,
             context_query_tokens=choice.context_query_tokens,
             cpu_expert_layers=self._cpu_expert_layers(choice, work, given.max_num_batched_tokens or num_seqs),
+            expert_slots=work.expert_slots,
+            fetched_up_to_tokens=self._fetched_up_to_tokens(choice, work, given.max_num_batched_tokens or num_seqs),
             block_size=request.block_size,
             num_kv_blocks=blocks,
             max_model_len=self.max_model_len if self.spec.num_windowed_layers else longest,
@@ -285,6 +319,7 @@ class EnginePlanning:
                 "kv_bytes": given.kv_flag or f"planned: {blocks} blocks of {request.block_size} tokens",
                 "page_bytes": GIVEN if options.page_mib else "a layer divided by the micro-batches, 1 to 64 MiB",
                 "max_model_len": GIVEN if given.max_model_len else "the model's",
+                **self._fetch_reasons(),
                 **({} if options.schedule in OVERLAPPING else {"schedule": f"{options.schedule}, {NOT_OVERLAPPING}"}),
                 **reasons,
             },

@@ -85,6 +85,7 @@ def _gpu_items(
             "weights that stay (attention, embeddings, shared experts)": spec.always_resident_bytes,
             "resident experts": policy.num_resident_layers * spec.expert_layer_bytes,
             "slots of streamed experts": NUM_SLOTS * spec.expert_layer_bytes if streams else 0.0,
+            "slots of fetched experts": workload.expert_slots * spec.expert_layer_bytes / spec.num_experts,
             # Every GPU holds the whole hidden state; the rest is split among them.
             "hidden states": hidden_tokens * hidden_bytes * HIDDEN_COPIES * profile.gpu.num_gpus,
             "activations of a micro-batch": _activation_bytes(spec, share),

@@ -44,6 +44,8 @@ def _rows(plan: EnginePlan) -> list[tuple[str, str, str]]:
         "attention": "on the device" if plan.attention_on_device else "on the CPU",
         "prefill_attention": "on the device" if plan.prompts_on_device else "on the CPU",
         "num_resident_layers": str(plan.num_resident_layers),
+        "expert_slots": str(plan.expert_slots),
+        "fetched_up_to_tokens": str(plan.fetched_up_to_tokens),
         "page_bytes": f"{plan.page_bytes / MIB:.2f} MiB",
         "kv_bytes": f"{plan.kv_bytes / MIB:.1f} MiB",
     }

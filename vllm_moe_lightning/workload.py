@@ -55,6 +55,8 @@ class Workload:
     kv: KvBlocks = KvBlocks()
     buffers: SweepBuffers | None = None
     """None: the steady state's own."""
+    expert_slots: int = 0
+    """Experts that have room on the device one by one, beside the slots of whole layers."""
 
     def __post_init__(self) -> None:
         if not self.prompt_len >= 1 or self.gen_len < 1:

@@ -9,11 +9,12 @@ from itertools import count
 def change_with_each_sweep() -> None:
     """None, all, every other layer, the first, the last, and from the start."""
     from vllm_moe_lightning.integration.cpu_experts import CpuExperts
+    from vllm_moe_lightning.pipeline.expert_places import ExpertPlaces
 
     sweeps = count()
 
-    def layers_of(self: CpuExperts, num_tokens: int) -> frozenset[int]:
+    def places(self: CpuExperts, num_tokens: int) -> ExpertPlaces:
         layers = self._streamed
-        return frozenset([(), layers, layers[::2], layers[:1], layers[-1:]][next(sweeps) % 5])
+        return ExpertPlaces(on_cpu=frozenset([(), layers, layers[::2], layers[:1], layers[-1:]][next(sweeps) % 5]))
 
-    CpuExperts.layers_of = layers_of  # type: ignore[method-assign]
+    CpuExperts.places = places  # type: ignore[method-assign]

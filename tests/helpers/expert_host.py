@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
 
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
+from vllm_moe_lightning.pipeline.paged_experts import PagedKernel, paged_step
 from vllm_moe_lightning.weights.expert_residency import ExpertResidency, ExpertSource
 
 HIDDEN_SIZE, INTERMEDIATE_SIZE = 32, 24
@@ -62,3 +64,19 @@ class HostedExperts:
     def expected(self, layer: int, batch: Batch) -> torch.Tensor:
         source = self.layers[layer]
         return expert_ffn(batch.hidden.cpu(), source.w13, source.w2, batch.host_topk_ids, batch.topk_weights.cpu())
+
+    def run(self, layer: int, batch: Batch, kernel: PagedKernel = "reference") -> torch.Tensor:
+        """[T, H] through the residency: in hidden's dtype from the kernel, in float32 from the reference."""
+        return run_resident(self.residency, layer, batch, kernel)
+
+
+def run_resident(
+    residency: ExpertResidency, layer: int, batch: Batch, kernel: PagedKernel = "reference"
+) -> torch.Tensor:
+    hidden, topk_weights, topk_ids, host_topk_ids = batch
+    step = paged_step(kernel, hidden, topk_weights, topk_ids, residency.shape(layer))
+    with closing(residency.waves(layer, host_topk_ids)) as waves:
+        for wave in waves:
+            with residency.use(wave, f"experts({layer})") as table:
+                step.add(table, None if wave.is_whole_step else wave.experts)
+    return step.finish()

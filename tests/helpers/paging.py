@@ -64,17 +64,25 @@ def reconfigured(*more: Rpc, **policy: Any) -> list[Rpc]:
     ]
 
 
-def expert_bytes_per_layer(model: Path) -> list[int]:
-    """Of each decoder layer, from config.json: the three matrices of each expert; 0 for a dense layer."""
+def experts_per_layer(model: Path) -> int:
+    config = json.loads((model / "config.json").read_text())
+    num_experts = config.get("num_experts") or config.get("num_local_experts")
+    return int(num_experts or config["ffn_config"]["moe_num_experts"])
+
+
+def expert_bytes_per_layer(model: Path, *, packed: bool = True) -> list[int]:
+    """Of each decoder layer, from config.json: the three matrices of each expert; 0 for a dense layer. packed: as
+    vLLM's CPU kernel has them."""
     config = json.loads((model / "config.json").read_text())
     ffn = config.get("ffn_config", {})
     num_layers = config.get("num_hidden_layers") or config["n_layers"]
-    num_experts = config.get("num_experts") or config.get("num_local_experts") or ffn["moe_num_experts"]
+    num_experts = experts_per_layer(model)
     intermediate = config.get("moe_intermediate_size") or config.get("intermediate_size") or ffn["ffn_hidden_size"]
     hidden = config.get("hidden_size") or config["d_model"]
     element_bytes = 4 if config["torch_dtype"] == "float32" else 2
     dense = config.get("mlp_only_layers", [])
-    padded = math.ceil(intermediate / CPU_INTERMEDIATE_ALIGNMENT) * CPU_INTERMEDIATE_ALIGNMENT
+    alignment = CPU_INTERMEDIATE_ALIGNMENT if packed else 1
+    padded = math.ceil(intermediate / alignment) * alignment
     layer_bytes = num_experts * 3 * padded * hidden * element_bytes
     return [0 if layer in dense else layer_bytes for layer in range(num_layers)]
 

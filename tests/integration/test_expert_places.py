@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts computed on the CPU, where they lie: the same tokens, and what is not streamed is not on the link."""
+"""Experts that are not streamed, computed on the CPU where they lie or fetched one by one: the same tokens, and what is
+on the link is what had to be."""
 
 from __future__ import annotations
 
@@ -8,14 +9,14 @@ import pytest
 from tests.helpers.checkpoints import ARCHITECTURES
 from tests.helpers.engine import EngineFailedError, Job
 from tests.helpers.oracle import assert_same_tokens
-from tests.helpers.paging import expert_bytes_per_layer, reconfigured, run_paged
+from tests.helpers.paging import expert_bytes_per_layer, experts_per_layer, reconfigured, run_paged
 from tests.helpers.prompts import standard_prompts
 
 pytestmark = pytest.mark.integration
 
 NUM_PROMPTS = 12
 ALL_RACE_SWITCHES = {"poison": True, "check_hazards": True, "copy_timing": "lazy"}
-PER_MICRO_BATCH = ("experts", "attention")
+FETCHABLE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dbrx")
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -57,3 +58,54 @@ def test_a_removed_wait_of_the_experts_is_noticed(wait, checkpoint):
     options = {"experts": "cpu", "num_micro_batches": 2}
     with pytest.raises(EngineFailedError, match="HazardError"):
         run_paged(checkpoint("mixtral"), [job], options=options, debug={"remove_wait": wait, "check_hazards": True})
+
+
+def fetched(model, **options):
+    """One layer more than it has experts would hold them all; every sweep fetches."""
+    return {"experts": "fetched", "fetched_up_to_tokens": 10_000, **options}
+
+
+@pytest.mark.parametrize("arch", FETCHABLE)
+def test_fetched_experts_give_the_same_tokens_and_come_up_only_when_they_are_missing(arch, checkpoint, hf_result):
+    model, prompts = checkpoint(arch), standard_prompts(NUM_PROMPTS)
+    jobs = [Job(prompts, before=reconfigured(num_micro_batches=n)) for n in (1, 3)]
+    layers = [num_bytes for num_bytes in expert_bytes_per_layer(model, packed=False) if num_bytes]
+    num_experts = experts_per_layer(model)
+    all_of_them = len(layers) * num_experts
+    few, all_slots = (
+        run_paged(model, jobs, options=fetched(model, expert_slots=slots), debug=ALL_RACE_SWITCHES)
+        for slots in (3, all_of_them)
+    )
+    for result in (few, all_slots):
+        for job in result.jobs:
+            assert_same_tokens(job.token_ids, hf_result(arch, num_prompts=NUM_PROMPTS), f"{arch}, fetched experts")
+            (stats,) = job.stats
+            assert stats["bytes_paged"] == stats["bytes_fetched"] == stats["experts_fetched"] * layers[0] // num_experts
+    first, second = (job.stats[0] for job in few.jobs)
+    assert first["experts_fetched"] > all_of_them
+    assert second["experts_evicted"] == second["experts_fetched"]  # as many come as go, once all slots are taken
+    first, second = (job.stats[0] for job in all_slots.jobs)
+    assert 0 < first["experts_fetched"] <= all_of_them
+    assert first["experts_evicted"] == second["experts_evicted"] == second["experts_fetched"] == 0
+    assert second["experts_found"] > all_of_them
+
+
+def test_large_sweeps_stream_and_small_ones_fetch(checkpoint, hf_result):
+    model, prompts = checkpoint("qwen2_moe", num_layers=5), standard_prompts(NUM_PROMPTS)
+    jobs = [Job(prompts, before=reconfigured(num_micro_batches=n, schedule=s)) for n, s in ((2, "cgopipe"), (3, "s3"))]
+    options = fetched(model, fetched_up_to_tokens=NUM_PROMPTS, num_resident_layers=1, expert_slots=4)
+    result = run_paged(model, jobs, options=options, debug=ALL_RACE_SWITCHES)
+    expected = hf_result("qwen2_moe", num_prompts=NUM_PROMPTS, num_layers=5)
+    for job in result.jobs:
+        assert_same_tokens(job.token_ids, expected, "streamed and fetched")
+        (stats,) = job.stats
+        assert 0 < stats["bytes_fetched"] < stats["bytes_paged"]
+        assert stats["pages_moved"] > 0
+
+
+@pytest.mark.parametrize("wait", ["routing_offload<-post_attention", "experts_fetch<-routing_offload"])
+def test_a_removed_wait_of_fetched_experts_is_noticed(wait, checkpoint):
+    model, job = checkpoint("mixtral"), Job(standard_prompts(4), {"max_tokens": 4})
+    options = fetched(model, num_micro_batches=2, expert_slots=4)
+    with pytest.raises(EngineFailedError, match="HazardError"):
+        run_paged(model, [job], options=options, debug={"remove_wait": wait, "check_hazards": True})

@@ -179,6 +179,11 @@ class Device(ABC):
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A small tensor of the host's, for the compute stream's kernels; never blocks. Not counted."""
 
+    @abstractmethod
+    def wait_on_host(self, event: Event) -> None:
+        """Blocks the calling thread until a copy stream's event is complete: it may then read what was copied. Orders
+        nothing that streams are given. Raises as Stream.synchronize does."""
+
     @property
     @abstractmethod
     def stalled(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from vllm_moe_lightning.config import HostMemoryKind
-from vllm_moe_lightning.device.base import Buffer, OperationRecord, StreamTotals
+from vllm_moe_lightning.device.base import Buffer, Event, OperationRecord, StreamTotals
 from vllm_moe_lightning.device.cuda_runtime import CudaRuntime, StreamHandle, TorchCuda
 from vllm_moe_lightning.device.cuda_streams import (
     CudaClock,
@@ -119,6 +119,10 @@ class CudaDevice(FramedDevice):
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._runtime.to_device(tensor)
+
+    def wait_on_host(self, event: Event) -> None:
+        assert isinstance(event.stream, CudaStream), f"{event.stream.name} is no copy stream"
+        event.stream.wait_on_host(event.handle)
 
     @property
     def stalled(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_moe_lightning.device.base import Buffer, OperationRecord, StreamTotals
+from vllm_moe_lightning.device.base import Buffer, Event, OperationRecord, StreamTotals
 from vllm_moe_lightning.device.emulated_streams import EmulatedComputeStream, EmulatedCopyStream
 from vllm_moe_lightning.device.framed import FramedDevice, synchronize_all
 from vllm_moe_lightning.device.hazards import STREAM_NAMES, HazardChecker, StreamObserver
@@ -122,6 +122,10 @@ class EmulatedDevice(FramedDevice):
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def wait_on_host(self, event: Event) -> None:
+        assert isinstance(event.stream, NativeStream), f"{event.stream.name} is no copy stream"
+        event.stream.wait_on_host(event.seq)
 
     @property
     def stalled(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import vllm.envs as envs
 from msgspec.structs import replace
 from vllm.config import CompilationMode, CUDAGraphMode
@@ -27,6 +28,7 @@ from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.platform import attention_backend, is_cuda, worker_base
 from vllm_moe_lightning.integration.quantised_experts import has_quantised_experts, refuse_experts_without_kernel
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
+from vllm_moe_lightning.integration.unstreamed_experts import LAYOUT_BACKEND
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
 from vllm_moe_lightning.model_config import FAMILIES
@@ -50,6 +52,8 @@ def options_in_force(vllm_config: Any) -> MoeLightningConfig:
         options,
         num_micro_batches=planned.num_micro_batches,
         num_resident_layers=planned.num_resident_layers,
+        expert_slots=planned.expert_slots or None,
+        fetched_up_to_tokens=planned.fetched_up_to_tokens if options.experts == "fetched" else None,
         attention="device" if planned.attention_on_device else "cpu",
     )
 
@@ -83,6 +87,8 @@ def configure(vllm_config: Any) -> None:
     if is_cuda() and options_in_force(vllm_config).attention != "device":
         vllm_config.attention_config.backend = attention_backend()
         register_host_attention(is_used=True)  # vLLM asks the backend for its block sizes in this process too
+    if is_cuda() and options.experts != "device":  # what our kernels read must lie as it was loaded
+        vllm_config.kernel_config.moe_backend = LAYOUT_BACKEND.lower()
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     open_metrics(vllm_config)
@@ -156,6 +162,7 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
     """(refused, what, cure) for each feature outside the first version."""
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     offload, on_device = vllm_config.offload_config, options.attention == "device"
+    moe_backend = vllm_config.kernel_config.moe_backend
     return [
         (
             offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0,
@@ -171,8 +178,18 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
         ),
         (
             options.experts != "device" and has_quantised_experts(model),
-            "quantised experts computed on the CPU from the host pages",
-            "drop moe_lightning.experts",
+            f"quantised experts with moe_lightning.experts {options.experts!r}",
+            "drop that option",
+        ),
+        (
+            options.experts == "fetched" and is_cuda() and model.dtype is torch.float32,
+            "moe_lightning.experts 'fetched' in float32, which its kernel does not compute",
+            "pass --dtype bfloat16 or float16, or drop that option",
+        ),
+        (
+            options.experts != "device" and is_cuda() and moe_backend not in ("auto", LAYOUT_BACKEND.lower()),
+            f"--moe-backend {moe_backend} with moe_lightning.experts {options.experts!r}, as it reorders the weights",
+            "drop one of the two",
         ),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),

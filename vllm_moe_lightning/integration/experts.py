@@ -17,13 +17,11 @@ from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import _moe_forward, _moe_forward_shared
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.platforms import current_platform
 
-from vllm_moe_lightning.errors import MoeLightningError, UnsupportedError
+from vllm_moe_lightning.errors import MoeLightningError
 from vllm_moe_lightning.kernels.expert_ffn import ExpertFfn
 from vllm_moe_lightning.pipeline.coroutine import yield_to_executor
-from vllm_moe_lightning.pipeline.host_experts import ExpertsRequest
+from vllm_moe_lightning.pipeline.experts_path import ExpertsRequest
 
 # Subclasses of RoutedExperts in vLLM's models: PluggableLayer looks a replacement up by exact class name.
 SUBCLASSES = (
@@ -35,11 +33,11 @@ SUBCLASSES = (
 
 class PagedExperts:
     """Mixin. `is_bound` is set once the layer is streamed: whether its parameters are those of this layer now.
-    `runs_on_cpu` where the CPU may compute it: whether it does in this sweep. `is_unpacked`: the CPU build's own kernel
-    can't read the weights, ours does. `built_bytes`: of its parameters, before anything was loaded or packed."""
+    `is_elsewhere` where it need not be streamed: whether it is not in this sweep. `is_unpacked`: the CPU build's own
+    kernel can't read the weights, ours does. `built_bytes`: of its parameters, before anything was loaded or packed."""
 
     is_bound: Callable[[], bool] | None = None
-    runs_on_cpu: Callable[[], bool] | None = None
+    is_elsewhere: Callable[[], bool] | None = None
     is_unpacked = False
     built_bytes = 0
 
@@ -55,20 +53,43 @@ class PagedExperts:
             )
 
     def forward_modular(
-        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
     ) -> Any:
-        if self.runs_on_cpu is not None and self.runs_on_cpu():
+        if self.is_elsewhere is not None and self.is_elsewhere():
             output = torch.empty_like(x)
-            yield_to_executor(ExpertsRequest(x, topk_ids, topk_weights, output))
+            with _shared_output_aside(shared_experts):
+                yield_to_executor(ExpertsRequest(x, topk_ids, topk_weights, output))
             return output
         self._require_bound()
         if self.is_unpacked:
             return ffn_over(self.w13_weight.data, self.w2_weight.data).run(x, topk_ids, topk_weights)  # type: ignore[attr-defined]
-        return super().forward_modular(x, topk_weights, topk_ids, *args, **kwargs)  # type: ignore[misc]
+        return super().forward_modular(x, topk_weights, topk_ids, shared_experts, shared_experts_input)  # type: ignore[misc]
 
     def forward_monolithic(self, *args: Any, **kwargs: Any) -> Any:
         self._require_bound()
         return super().forward_monolithic(*args, **kwargs)  # type: ignore[misc]
+
+
+@contextmanager
+def _shared_output_aside(shared_experts: Any) -> Iterator[None]:
+    """vLLM leaves the shared experts' output in their module until the routed ones are done, and another micro-batch
+    comes by meanwhile."""
+    if shared_experts is None:
+        yield
+        return
+    output = shared_experts._output
+    shared_experts._output = [None] * len(output)
+    try:
+        yield
+    except BaseException:  # nobody will ask for it
+        shared_experts._output = [None] * len(output)
+        raise
+    shared_experts._output = output
 
 
 def register_paged_experts() -> None:
@@ -106,23 +127,6 @@ def experts_stay_unpacked() -> Iterator[None]:
 
     with patch.object(CPUUnquantizedExperts, "process_weights_after_loading", leave):
         yield
-
-
-def require_cpu_experts(module: Any) -> None:
-    """Raises UnsupportedError for experts that our CPU kernel does not compute."""
-    activation = getattr(module.activation, "value", module.activation)
-    for found, what in (
-        (not isinstance(module.quant_method, UnquantizedFusedMoEMethod), "quantised experts"),
-        (activation != "silu", f"the activation {activation}"),
-        (hasattr(module, "w13_bias") or hasattr(module, "w2_bias"), "experts with biases"),
-        (module.apply_router_weight_on_input, "router weights on the experts' input"),
-        (not module.is_unpacked and current_platform.is_cpu(), "packed experts"),
-    ):
-        if found:
-            raise UnsupportedError(
-                f"moe_lightning.experts: the CPU kernel does not know {what}, which {module.layer_name} has; "
-                "drop the option"
-            )
 
 
 def call_experts_directly(runner: Any) -> None:

@@ -20,6 +20,10 @@ from vllm_moe_lightning.pipeline.window import SlidingWindow
 from vllm_moe_lightning.resources import STREAM_OF
 
 TICK_S = 1.0
+COUNTERS = (
+    "bytes_paged", "pages_moved", "experts_fetched", "experts_found",
+    "sweeps", "dummy_sweeps", "aborted_sweeps", "refills",
+)  # fmt: skip
 SWEEPS_PER_WINDOW = 3
 
 
@@ -104,11 +108,13 @@ class WorkerFigures:
         )
 
     def _totals(self) -> dict[str, float]:
-        counters, ring = self._executor.counters, self._executor.ring
-        streams = self._executor.device.totals()
+        executor, streams = self._executor, self._executor.device.totals()
+        counters, residency = executor.counters, executor.residency_counters
         return {
-            "bytes_paged": ring.bytes_paged,
-            "pages_moved": ring.pages_moved,
+            "bytes_paged": executor.bytes_paged,
+            "pages_moved": executor.pages_moved,
+            "experts_fetched": residency.num_misses,
+            "experts_found": residency.num_hits,
             "sweeps": counters.sweeps,
             "dummy_sweeps": counters.dummy_sweeps,
             "aborted_sweeps": counters.aborted_sweeps,
@@ -125,7 +131,7 @@ class WorkerFigures:
 
     def _publish_counters(self, totals: Mapping[str, float]) -> None:
         write = self._file.set
-        for name in ("bytes_paged", "pages_moved", "sweeps", "dummy_sweeps", "aborted_sweeps", "refills"):
+        for name in COUNTERS:
             write(name, totals[name])
         write("sweep_seconds", totals["sweep_s"])
         write("working_seconds", totals["working_s"])
@@ -168,7 +174,7 @@ class WorkerFigures:
             write("device_memory_budget_bytes", device.memory_budget_bytes)
         write("host_kv_bytes", kv_bytes)
         write("expert_bytes", store.host_bytes, "host")
-        write("expert_bytes", store.device_bytes, "device")
+        write("expert_bytes", self._executor.expert_bytes_on_device, "device")
         if not self._speaks_for_engine:
             return
         write("engine_info", 1.0, device.kind)

@@ -19,6 +19,7 @@ from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import HostAttentionMetadata
 from vllm_moe_lightning.pipeline.batching import MicroBatchSplitter, RowCosts, StepRows, micro_batch_count
 from vllm_moe_lightning.pipeline.executor import MicroBatch, PipelineExecutor
+from vllm_moe_lightning.pipeline.expert_places import ALL_STREAMED, ExpertPlaces
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class PipelinedForward:
         *,
         prefill_on_device: bool = False,
         context_limits: ContextLimits | None = None,
-        cpu_experts: Callable[[int], frozenset[int]] = lambda num_tokens: frozenset(),
+        expert_places: Callable[[int], ExpertPlaces] = lambda num_tokens: ALL_STREAMED,
     ) -> None:
-        self._cpu_experts = cpu_experts
+        self._expert_places = expert_places
         self._forward = model.forward
         self._prefill_on_device = prefill_on_device
         self._context_limits = context_limits
@@ -109,9 +110,9 @@ class PipelinedForward:
             )
             for share in shares
         ]
-        cpu_experts = self._cpu_experts(positions.shape[-1])
+        experts = self._expert_places(positions.shape[-1])
         try:
-            results = self._executor.run_sweep(micro_batches, is_dummy=is_dummy, cpu_experts=cpu_experts)
+            results = self._executor.run_sweep(micro_batches, is_dummy=is_dummy, experts=experts)
         finally:
             vllm.forward_context._forward_context = outer
         if shares[0].tokens is None:

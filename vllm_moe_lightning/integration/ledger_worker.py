@@ -124,8 +124,26 @@ WORKER: tuple[TouchedName, ...] = (
     TouchedName(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:MoERunner._select_forward",
         "use",
-        "`_forward_entry` of instances is set to the functions below, where the CPU computes experts under CUDA",
+        "`_forward_entry` of instances is set to the functions below, where experts need not be streamed under CUDA",
         "micro-batches run as threads",
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.runner.shared_experts:SharedExperts.output",
+        "use",
+        "what it hands out, `_output` of the instance, is put aside while a micro-batch waits for its routed experts",
+        "shared experts' output is a local variable",
+    ),
+    TouchedName(
+        "vllm.config.kernel:KernelConfig.moe_backend",
+        "use",
+        "set to triton on CUDA where experts need not be streamed: other backends reorder the weights",
+        "never",
+    ),
+    TouchedName(
+        "vllm.model_executor.layers.fused_moe.oracle.unquantized:UnquantizedMoeBackend.TRITON",
+        "use",
+        "whether the weights lie as they were loaded, by `unquantized_backend` of the method",
+        "never",
     ),
     TouchedName(
         "vllm.model_executor.layers.fused_moe.runner.moe_runner:_moe_forward",

@@ -45,6 +45,8 @@ METRICS = {
     for metric in (
         Metric("bytes_paged", "counter", "Bytes of expert weights brought to the device."),
         Metric("pages_moved", "counter", "Pages of expert weights brought to the device."),
+        Metric("experts_fetched", "counter", "Experts that were asked for and brought up one by one."),
+        Metric("experts_found", "counter", "Experts that were asked for one by one and were on the device already."),
         Metric("link_bytes", "counter", "All bytes over the link: weights, hidden states, KV.", ("direction",)),
         Metric("sweeps", "counter", "Passes over all layers that served requests."),
         Metric("dummy_sweeps", "counter", "Warm-up and profiling passes; they page weights too."),

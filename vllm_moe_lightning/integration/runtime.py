@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.cpu_experts import CpuExperts
+from vllm_moe_lightning.integration.fetched_experts import FetchedExpertPlaces
 from vllm_moe_lightning.integration.forward import ContextLimits, PipelinedForward
 from vllm_moe_lightning.integration.offloader import (
     expert_buffers,
@@ -30,6 +31,7 @@ from vllm_moe_lightning.integration.peers import NodeRanks
 from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
 from vllm_moe_lightning.integration.trace_requests import TraceRequests
+from vllm_moe_lightning.integration.unstreamed_experts import prepare_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
 from vllm_moe_lightning.numa import cpus_of_rank, interleave, nodes_of
@@ -38,6 +40,7 @@ from vllm_moe_lightning.pipeline.context_frames import ContextFrames
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
 from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
+from vllm_moe_lightning.pipeline.expert_places import ALL_STREAMED, ExpertPlaces
 from vllm_moe_lightning.pipeline.faults import attention_fault, zero_page
 from vllm_moe_lightning.pipeline.host_attention import HostAttention
 from vllm_moe_lightning.pipeline.report import RunReport
@@ -45,6 +48,7 @@ from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES
 from vllm_moe_lightning.pipeline.trace import write_chrome_trace
 from vllm_moe_lightning.pipeline.trace_ring import TraceRing
 from vllm_moe_lightning.policy.policy import MIB, fixed_policy
+from vllm_moe_lightning.weights.float16_cast import refuse_overflow
 from vllm_moe_lightning.weights.store import ExpertLayer, PagedWeightStore
 
 logger = init_logger("vllm.vllm_moe_lightning.runtime")
@@ -110,6 +114,10 @@ class Runtime:
         if self._plan is not None:  # before anything is allocated, which may fail for that very reason
             largest = max(layer.num_bytes for layer in self._experts)
             _warn_of_difference("the experts of a layer", self._plan.expert_layer_bytes, largest)
+        if self._was_cast:
+            for experts in self._experts:
+                for name, parameter in experts.parameters.items():
+                    refuse_overflow(f"{experts.name} ({name})", parameter.data)
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self._bring_the_rest_to_the_device()
@@ -149,6 +157,12 @@ class Runtime:
                     tensor.data = tensor.data.to(self.device.torch_device)
 
     @property
+    def _was_cast(self) -> bool:
+        """Whether the checkpoint says that it is of another type than float16, which it is loaded in."""
+        model = self._vllm_config.model_config
+        return model.dtype is torch.float16 and getattr(model.hf_config, "dtype", None) is not torch.float16
+
+    @property
     def _paged_ids(self) -> set[int]:
         """Of the parameters that the store took over."""
         return {id(p) for layer in self._experts for p in layer.parameters.values()}
@@ -167,6 +181,10 @@ class Runtime:
         other_bytes_in_layers: of the decoder layers, everything but the experts.
         """
         paged = self._paged_ids
+        if self._was_cast:
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in paged:
+                    refuse_overflow(name, parameter.data)
         of_experts = [p for layer in self._decoder_layers for p in expert_parameters(layer)]
         in_layers = {id(p) for layer in self._decoder_layers for p in layer.parameters()}
         other_bytes = other_bytes_in_layers + sum(p.nbytes for p in of_experts if id(p) not in paged)
@@ -187,7 +205,7 @@ class Runtime:
             self._running,
             prefill_on_device=prefill is not None,
             context_limits=context,
-            cpu_experts=self._cpu_experts().layers_of if self._computes_experts else no_layers,
+            expert_places=self._expert_places(),
         )
         if (trace_file := self._trace_file()) is not None:
             self._trace = TraceRing(self._running, self.options.trace_operations)
@@ -195,16 +213,21 @@ class Runtime:
             logger.info("moe_lightning: `vllm-moe-lightning trace %s --live` shows the last sweeps", trace_file)
         self.reset()
 
-    @property
-    def _computes_experts(self) -> bool:
-        return self.options.experts != "device" and bool(self._running.store.layers)
-
-    def _cpu_experts(self) -> CpuExperts:
+    def _expert_places(self) -> Callable[[int], ExpertPlaces]:
+        """By the tokens of a sweep."""
+        options = self.options
+        if options.experts == "device" or not self._running.store.layers:
+            return all_streamed
+        modules = prepare_modules(self._running, self._decoder_layers, options.experts)
         most_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
-        table = self._plan.cpu_expert_layers if self.options.experts == "auto" and self._plan is not None else None
+        if options.experts == "fetched":
+            return FetchedExpertPlaces(
+                self._running, modules, most_tokens, options.expert_slots, options.fetched_up_to_tokens
+            ).places
+        table = self._plan.cpu_expert_layers if options.experts == "auto" and self._plan is not None else None
         if table is not None:
             logger.info("moe_lightning: experts on the CPU, by a sweep's tokens: %s", _told(table))
-        return CpuExperts(self._running, self._decoder_layers, self._pool, most_tokens, table)
+        return CpuExperts(self._running, modules, self._pool, most_tokens, table).places
 
     def _host_attention_paths(
         self, prefill: DevicePrefill | None, context: ContextLimits | None
@@ -333,8 +356,8 @@ class Runtime:
             self._pool.close()
 
 
-def no_layers(num_tokens: int) -> frozenset[int]:
-    return frozenset()
+def all_streamed(num_tokens: int) -> ExpertPlaces:
+    return ALL_STREAMED
 
 
 def _told(table: Sequence[tuple[int, int]]) -> str:

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 ROW_ALIGNMENT_BYTES = 16  # one vector load
-PAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+PAGED_DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float32)
 MAX_ROWS = 2**31 - 1  # rows are counted in int32
 
 Matrix = Literal["w13", "w2"]
@@ -29,7 +29,7 @@ class ExpertShape:
     hidden_size: int
     intermediate_size: int
     dtype: torch.dtype
-    """Of the weights: float16, bfloat16, or float8_e4m3fn with scales."""
+    """Of the weights: float16, bfloat16, or float8_e4m3fn with scales; float32 for the reference alone."""
 
     def __post_init__(self) -> None:
         if self.dtype not in PAGED_DTYPES:

@@ -51,7 +51,7 @@ def paged_fused_moe(
     wait. Experts without tokens cost nothing, whatever their addresses are.
 
     Raises ValueError for tensors that do not fit together, UnsupportedError where this device can't run it: no triton,
-    bfloat16 before sm_80 (see kernels/float16_cast.py), a chip older than sm_75.
+    bfloat16 before sm_80 (see weights/float16_cast.py), a chip older than sm_75.
 
     The tiles are those of vLLM's fused_moe (sorted token ids, padded per expert); the page table is ours.
     """
@@ -77,6 +77,7 @@ class PagedMoeStep:
         config: TileConfig | None = None,
     ) -> None:
         check_inputs(hidden, topk_weights, topk_ids, shape)
+        check_weights(shape.dtype)
         self._kernels = _triton_kernels()
         self._interpreted = _is_interpreted()
         self._capability = _capability_of(hidden.device, self._interpreted)
@@ -220,12 +221,21 @@ def fp8_conversion(dtype: torch.dtype, capability: int) -> str:
     return "native" if capability >= FIRST_WITH_FLOAT8 else "bits"
 
 
+def check_weights(dtype: torch.dtype) -> None:
+    """Raises UnsupportedError for weights that the kernel cannot multiply."""
+    if dtype == torch.float32:
+        raise UnsupportedError(
+            "paged_fused_moe has no float32 experts; run with dtype float16 or bfloat16 (the reference in plain torch, "
+            "kernels/reference_paged_moe.py, has them)"
+        )
+
+
 def check_dtype(dtype: torch.dtype, capability: int) -> None:
     """Raises UnsupportedError for bfloat16 on a chip that can't multiply it."""
     if dtype == torch.bfloat16 and capability < FIRST_WITH_BFLOAT16:
         raise UnsupportedError(
             f"paged_fused_moe has no bfloat16 on sm_{capability}; run with dtype float16 "
-            "(kernels/float16_cast.py casts the weights and refuses those that overflow)"
+            "(weights/float16_cast.py refuses those that overflow)"
         )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Collection
 
 import torch
 
+from vllm_moe_lightning.errors import MoeLightningError
 from vllm_moe_lightning.kernels.page_table import ExpertScales, ExpertShape, Matrix, PagedRows, PageTable
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
 
@@ -37,9 +38,9 @@ class ReferencePagedMoeStep:
         w2 = torch.stack([read_matrix(table, "w2", expert) for expert in wanted])
         self._total += expert_ffn(self._hidden, w13, w2, ids, self._topk_weights)
 
-    def finish(self) -> torch.Tensor:
-        """[T, H] float32."""
-        return self._total
+    def finish(self, output: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, H]; float32 if no output is given."""
+        return self._total if output is None else output.copy_(self._total)
 
 
 def paged_fused_moe_reference(
@@ -65,7 +66,7 @@ def read_matrix(table: PageTable, matrix: Matrix, expert: int) -> torch.Tensor:
     pieces = [
         _read_rows(rows, begin, first + num_rows, shape.row_bytes(matrix)) for begin in _cuts(rows, first, num_rows)
     ]
-    dense = torch.frombuffer(bytearray(b"".join(pieces)), dtype=torch.uint8).view(shape.dtype)
+    dense = torch.cat(pieces).view(shape.dtype)
     return _scaled(dense.view(num_rows, shape.num_columns(matrix)).float(), scales, expert)
 
 
@@ -75,10 +76,15 @@ def _cuts(rows: PagedRows, first: int, num_rows: int) -> list[int]:
     return [first, *range((first // step + 1) * step, first + num_rows, step)]
 
 
-def _read_rows(rows: PagedRows, begin: int, end: int, row_bytes: int) -> bytes:
+def _read_rows(rows: PagedRows, begin: int, end: int, row_bytes: int) -> torch.Tensor:
+    """Where they lie, [bytes] uint8."""
     page, offset = divmod(begin, rows.rows_per_page)
     count = min(end - begin, rows.rows_per_page - offset)
-    return ctypes.string_at(int(rows.addresses[page]) + offset * row_bytes, count * row_bytes)
+    address = int(rows.addresses[page])
+    if not address:
+        raise MoeLightningError(f"page {page} of the table is not on the device, and its expert got a token")
+    raw = (ctypes.c_uint8 * (count * row_bytes)).from_address(address + offset * row_bytes)
+    return torch.frombuffer(raw, dtype=torch.uint8)
 
 
 def _scaled(matrix: torch.Tensor, scales: ExpertScales | None, expert: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from vllm_moe_lightning.pipeline.expert_places import ExpertPlaces
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.tasks import Task, wait_name
 from vllm_moe_lightning.pipeline.trace import SweepSpan, Trace, TraceSource, TraceSpan
@@ -83,22 +84,21 @@ def bubbles_of(
 
 
 def _tasks_of(source: TraceSource, sweep: SweepSpan) -> dict[str, Task]:
-    return _tasks_by_label(source, sweep.num_micro_batches, frozenset(sweep.cpu_experts), frozenset(sweep.context))
+    return _tasks_by_label(source, sweep.num_micro_batches, sweep.experts, frozenset(sweep.context))
 
 
 @lru_cache(maxsize=64)
 def _tasks_by_label(
-    source: TraceSource, num_micro_batches: int, cpu_experts: frozenset[int], context: frozenset[int]
+    source: TraceSource, num_micro_batches: int, experts: ExpertPlaces, context: frozenset[int]
 ) -> dict[str, Task]:
-    pages = tuple(0 if layer in cpu_experts else count for layer, count in enumerate(source.pages_per_layer))
     shape = SweepShape(
-        len(pages),
+        len(source.pages_per_layer),
         num_micro_batches,
-        pages,
+        experts.pages(source.pages_per_layer),
         source.lookahead,
         source.with_attention,
         context=context,
-        cpu_experts=cpu_experts,
+        experts=experts,
     )
     return {str(task.key): task for task in make_schedule(source.schedule, shape).tasks}
 

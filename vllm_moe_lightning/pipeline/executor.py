@@ -24,12 +24,16 @@ from vllm_moe_lightning.pipeline.coroutine import (
     yield_to_executor,
 )
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
-from vllm_moe_lightning.pipeline.host_experts import ExpertsRequest, HostExperts
+from vllm_moe_lightning.pipeline.expert_places import ALL_STREAMED, ExpertPlaces
+from vllm_moe_lightning.pipeline.experts_path import ExpertsPath, ExpertsRequest
+from vllm_moe_lightning.pipeline.host_experts import HostExperts
+from vllm_moe_lightning.pipeline.paged_experts import FetchedExperts
 from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES, Schedule, SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName, wait_name
 from vllm_moe_lightning.pipeline.trace import SweepSpan
 from vllm_moe_lightning.policy.policy import Policy
 from vllm_moe_lightning.resources import Resource
+from vllm_moe_lightning.weights.expert_residency import ResidencyCounters
 from vllm_moe_lightning.weights.ring import WeightRing
 from vllm_moe_lightning.weights.store import PagedWeightStore
 
@@ -48,7 +52,7 @@ class MicroBatch(Generic[Result]):
     enter: Callable[[], None] = lambda: None
     """Called before each resume (vLLM: sets the forward context)."""
     num_tokens: int = 0
-    """Needed where the CPU computes experts."""
+    """Needed where experts are not streamed."""
 
 
 class PipelineExecutor:
@@ -62,10 +66,10 @@ class PipelineExecutor:
         num_layers: int,
         policy: Policy,
         remove_wait: str | None = None,
-        host_experts: HostExperts | None = None,
     ) -> None:
         self.device = device
-        self.host_experts = host_experts
+        self.host_experts: HostExperts | None = None
+        self.fetched_experts: FetchedExperts | None = None
         self.policy = policy
         self.counters = PipelineCounters()
         self.store = store
@@ -89,8 +93,8 @@ class PipelineExecutor:
         self._micro_batches: Sequence[MicroBatch[Any]] = []
         self._requests: dict[int, AttentionRequest] = {}
         self._experts_requests: dict[int, ExpertsRequest] = {}
-        self.cpu_experts: frozenset[int] = frozenset()
-        """Decoder layers whose experts the CPU computes in this sweep."""
+        self.expert_places = ALL_STREAMED
+        """Of this sweep."""
         self._last_schedule: str | None = None
         self.in_sweep = False
         self.recent_sweeps: deque[SweepSpan] = deque(maxlen=RECENT_SWEEPS)
@@ -101,8 +105,9 @@ class PipelineExecutor:
         shapes = [replace(shape, num_micro_batches=n, with_attention=a) for n in (1, 2) for a in (True, False)]
         shapes.append(replace(shape, num_micro_batches=2, context=frozenset((0, 1))))
         if shape.streamed:
-            pages = tuple(0 for _ in shape.pages_per_layer)
-            shapes.append(replace(shape, pages_per_layer=pages, cpu_experts=frozenset(shape.streamed)))
+            pages, layers = tuple(0 for _ in shape.pages_per_layer), frozenset(shape.streamed)
+            places = (ExpertPlaces(on_cpu=layers), ExpertPlaces(fetched=layers))
+            shapes += [replace(shape, pages_per_layer=pages, experts=experts) for experts in places]
         return {name for order in SCHEDULE_NAMES for s in shapes for name in make_schedule(order, s).wait_names()}
 
     def schedule_for(
@@ -111,20 +116,39 @@ class PipelineExecutor:
         *,
         with_attention: bool = True,
         context: frozenset[int] = frozenset(),
-        cpu_experts: frozenset[int] = frozenset(),
+        experts: ExpertPlaces = ALL_STREAMED,
     ) -> Schedule:
         shape = SweepShape(
             num_layers=self._num_layers,
             num_micro_batches=num_micro_batches,
-            pages_per_layer=tuple(
-                0 if layer in cpu_experts else pages for layer, pages in enumerate(self.pages_per_layer)
-            ),
+            pages_per_layer=experts.pages(self.pages_per_layer),
             lookahead=self.policy.lookahead,
             with_attention=with_attention,
             context=context,
-            cpu_experts=cpu_experts,
+            experts=experts,
         )
         return make_schedule(self.policy.schedule, shape)
+
+    @property
+    def residency_counters(self) -> ResidencyCounters:
+        """Of experts that are fetched; all zero where none is."""
+        return ResidencyCounters() if self.fetched_experts is None else self.fetched_experts.residency.counters
+
+    @property
+    def pages_moved(self) -> int:
+        """Pages of experts brought to the device, streamed and fetched."""
+        return self.ring.pages_moved + self.residency_counters.pages_moved
+
+    @property
+    def bytes_paged(self) -> int:
+        """Those pages' bytes."""
+        return self.ring.bytes_paged + self.residency_counters.bytes_moved
+
+    @property
+    def expert_bytes_on_device(self) -> int:
+        """Slots and frames that hold experts, whichever those are."""
+        fetched = self.fetched_experts
+        return self.store.device_bytes + (0 if fetched is None else fetched.residency.device_bytes)
 
     def pages_of_first_layer(self) -> int:
         """Pages that a refill moves beyond those of the sweeps: the first streamed layer's."""
@@ -141,11 +165,11 @@ class PipelineExecutor:
         micro_batches: Sequence[MicroBatch[Result]],
         *,
         is_dummy: bool = False,
-        cpu_experts: frozenset[int] = frozenset(),
+        experts: ExpertPlaces = ALL_STREAMED,
     ) -> list[Result]:
         """One pass of all micro-batches over all layers. Returns their results in order. A dummy run has no KV cache.
 
-        cpu_experts: streamed decoder layers whose experts the CPU computes this time.
+        experts: streamed decoder layers that are not streamed this time.
 
         An exception unwinds every micro-batch, drains the streams and leaves the executor fit for the next sweep;
         but not DeviceStalledError, after which there is none.
@@ -157,17 +181,16 @@ class PipelineExecutor:
             index for index, batch in enumerate(micro_batches) if batch.rows is not None and batch.rows.with_context
         )
         schedule = self.schedule_for(
-            len(micro_batches), with_attention=with_attention, context=context, cpu_experts=cpu_experts
+            len(micro_batches), with_attention=with_attention, context=context, experts=experts
         )
         path = self._attention_path(schedule.name)
         started_s = time.monotonic()
         self._micro_batches = micro_batches
         self._coroutines = [MicroBatchCoroutine(index, batch.body) for index, batch in enumerate(micro_batches)]
-        self.in_sweep, self.cpu_experts = True, cpu_experts
+        self.in_sweep, self.expert_places = True, experts
         try:
-            if cpu_experts:
-                assert self.host_experts is not None, "experts on the CPU, for which nothing was prepared"
-                self.host_experts.begin_sweep([batch.num_tokens for batch in micro_batches])
+            for experts_path in {self._experts_path(layer) for layer in experts.layers}:
+                experts_path.begin_sweep([batch.num_tokens for batch in micro_batches])
             if self._last_schedule not in (None, schedule.name):
                 self.device.synchronize()  # a schedule's waits order it after its own earlier sweeps, not another's
             self._last_schedule = schedule.name
@@ -179,8 +202,8 @@ class PipelineExecutor:
             unfinished = [c.index for c in self._coroutines if not c.finished]
             if unfinished:
                 raise MoeLightningError(f"micro-batches {unfinished} did not end with the schedule {schedule.name}")
-            layers, brought_up = tuple(sorted(cpu_experts)), tuple(sorted(context))
-            span = SweepSpan(started_s, time.monotonic(), len(micro_batches), is_dummy, layers, brought_up)
+            brought_up = tuple(sorted(context))
+            span = SweepSpan(started_s, time.monotonic(), len(micro_batches), is_dummy, experts, brought_up)
             self.recent_sweeps.append(span)
             return [coroutine.result for coroutine in self._coroutines]  # type: ignore[misc]  # all have finished
         except BaseException:
@@ -188,7 +211,7 @@ class PipelineExecutor:
             raise
         finally:
             self.in_sweep = False
-            self.cpu_experts = frozenset()
+            self.expert_places = ALL_STREAMED
             self._coroutines, self._micro_batches, self._requests, self._experts_requests = [], [], {}, {}
             self.counters.end_sweep(started_s, time.monotonic(), len(micro_batches), is_dummy=is_dummy)
 
@@ -215,6 +238,10 @@ class PipelineExecutor:
                 stream.wait_event(self._events[awaited])
                 if stream.wait_s > before_s:  # the launching thread itself was held up
                     self.counters.wait_s[name] += stream.wait_s - before_s
+                if key.name is TaskName.EXPERTS_FETCH:  # whose launch reads what was awaited
+                    began_s = time.monotonic()
+                    self.device.wait_on_host(self._events[awaited])
+                    self.counters.wait_s[name] += time.monotonic() - began_s
         match key.name:
             case TaskName.SWEEP_START:
                 pass
@@ -226,9 +253,14 @@ class PipelineExecutor:
                 self._post_experts(key)
             case TaskName.WEIGHT_PAGE:
                 self.ring.launch_page(key.layer, key.index)
-            case TaskName.EXPERTS_OFFLOAD | TaskName.EXPERTS | TaskName.EXPERTS_LOAD:
-                assert self.host_experts is not None
-                self.host_experts.launch(key, self._experts_requests[key.index])
+            case (
+                TaskName.EXPERTS_OFFLOAD
+                | TaskName.EXPERTS
+                | TaskName.EXPERTS_LOAD
+                | TaskName.ROUTING_OFFLOAD
+                | TaskName.EXPERTS_FETCH
+            ):
+                self._experts_path(key.layer).launch(key, self._experts_requests[key.index])
             case _:
                 path.launch(key, self._requests.get(key.index))
         self._events[key] = stream.record_event()
@@ -247,27 +279,33 @@ class PipelineExecutor:
 
     def _post_attention(self, key: TaskKey, path: AttentionPath) -> None:
         reads = [path.output_name(key.index)] if self._requests else []
-        on_cpu = key.layer in self.cpu_experts
-        if self.store.num_pages(key.layer) and not on_cpu:
+        is_elsewhere = key.layer in self.expert_places.layers
+        if self.store.num_pages(key.layer) and not is_elsewhere:
             if key.index == 0:
                 self.ring.bind(key.layer)
             reads.append(self.ring.slot_name(key.layer))
-        writes = [HostExperts.packed_name(key.index), HostExperts.output_name(key.index)] if on_cpu else []
+        writes = self._experts_path(key.layer).pack_writes(key.index) if is_elsewhere else []
         with self.device.compute.span(str(key), reads=reads, writes=writes):
             if not self._requests and key.layer == 0:
                 self._resume(key, LayerEntry)
-            if not on_cpu:
+            if not is_elsewhere:
                 self._resume(key, self._end_of(key.layer))
                 return
             request = self._resume(key, ExpertsRequest)
             assert isinstance(request, ExpertsRequest)
-            assert self.host_experts is not None
             self._experts_requests[key.index] = request
-            self.host_experts.pack(key.index, request)
+            self._experts_path(key.layer).pack(key.index, request)
 
     def _post_experts(self, key: TaskKey) -> None:
-        with self.device.compute.span(str(key), reads=[HostExperts.output_name(key.index)], writes=()):
+        experts = self._experts_path(key.layer)
+        experts.finish(key, self._experts_requests[key.index])
+        with self.device.compute.span(str(key), reads=experts.output_reads(key.index), writes=()):
             self._resume(key, self._end_of(key.layer))
+
+    def _experts_path(self, layer: int) -> ExpertsPath:
+        path = self.host_experts if layer in self.expert_places.on_cpu else self.fetched_experts
+        assert path is not None, f"experts of layer {layer} elsewhere, for which nothing was prepared"
+        return path
 
     def _end_of(self, layer: int) -> type:
         """What a micro-batch yields after a decoder layer."""
@@ -280,7 +318,7 @@ class PipelineExecutor:
         if not isinstance(yielded, expected):
             raise MoeLightningError(
                 f"{key}: the model yielded {type(yielded).__name__} where {expected.__name__} was due; its decoder "
-                "layers do not have exactly one attention each, or not one block of experts where the CPU computes them"
+                "layers do not have exactly one attention each, or not one block of experts where it is not streamed"
             )
         return yielded
 
@@ -289,6 +327,8 @@ class PipelineExecutor:
         for index, coroutine in enumerate(self._coroutines):
             self._micro_batches[index].enter()
             coroutine.unwind()
+        for experts_path in filter(None, (self.host_experts, self.fetched_experts)):
+            experts_path.abort()
         for stream in self._streams.values():  # nothing in flight may outlive the buffers of this sweep
             if self.device.stalled:
                 break  # it may never end

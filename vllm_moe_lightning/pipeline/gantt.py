@@ -22,6 +22,8 @@ _COLOURS = {
     TaskName.EXPERTS: "limegreen",
     TaskName.EXPERTS_LOAD: "salmon",
     TaskName.POST_EXPERTS: "paleturquoise",
+    TaskName.ROUTING_OFFLOAD: "palegoldenrod",
+    TaskName.EXPERTS_FETCH: "sandybrown",
     TaskName.HIDDEN_LOAD: "tab:red",
     TaskName.WEIGHT_PAGE: "tab:orange",
     TaskName.KV_LOAD: "tab:pink",
@@ -52,7 +54,7 @@ def simulated_trace(sweep: SimulatedSweep) -> Trace:
         sweep.end_s - sweep.duration_s,
         sweep.end_s,
         shape.num_micro_batches,
-        cpu_experts=tuple(sorted(shape.cpu_experts)),
+        experts=shape.experts,
         context=tuple(sorted(shape.context)),
     )
     return Trace(source, (whole,), tuple(_spans([*sweep.carried_over, *sweep.intervals])))

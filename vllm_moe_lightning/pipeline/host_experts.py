@@ -1,36 +1,25 @@
 """Experts of a micro-batch on the CPU, from the weights where they lie in the host pages: for sweeps with so few tokens
 that reading an expert here takes less time than bringing it to the device.
 
-Owns the staging buffers, one region per micro-batch, free again once the micro-batch's own chain has gone round (as in
-host_attention.py).
+Owns the staging buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from vllm_moe_lightning.device.base import Buffer, Device
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kernels.expert_ffn import ExpertFfn, ExpertFfnTask
+from vllm_moe_lightning.pipeline.experts_path import ExpertsPath, ExpertsRequest, TokenRegions
 from vllm_moe_lightning.pipeline.tasks import TaskKey, TaskName
 
 ROUTING_BYTES = 8  # of one choice: an int32 expert and a float32 weight
 
 
-@dataclass(frozen=True)
-class ExpertsRequest:
-    """Yielded by a micro-batch: the routed experts of its layer, the result into `output`. T tokens, K choices each."""
-
-    hidden: torch.Tensor  # device [T, hidden_size]
-    topk_ids: torch.Tensor  # device [T, K]
-    topk_weights: torch.Tensor  # device [T, K]
-    output: torch.Tensor  # device [T, hidden_size]
-
-
-class HostExperts:
+class HostExperts(ExpertsPath):
     """The tasks experts_offload, experts and experts_load.
 
     max_tokens: most tokens of a step; experts_of(layer): the kernel over the layer's host pages.
@@ -55,28 +44,30 @@ class HostExperts:
         self._down_device = device.allocate(max_tokens * per_token, "experts staging (device)")
         self._down_host = device.allocate_host(max_tokens * per_token, "experts staging (host)")
         self._up_host = device.allocate_host(max_tokens * self._hidden_bytes, "experts output staging (host)")
-        self._first_token: list[int] = []
+        self._regions = TokenRegions()
         self.num_tasks = 0
 
-    def begin_sweep(self, num_tokens: list[int]) -> None:
-        """Tokens of each micro-batch: gives each its region."""
-        self._first_token = [sum(num_tokens[:index]) for index in range(len(num_tokens))]
+    def begin_sweep(self, num_tokens: Sequence[int]) -> None:
+        self._regions.begin_sweep(num_tokens)
 
-    @staticmethod
-    def packed_name(index: int) -> str:
-        return f"experts_device[{index}]"
+    def pack_writes(self, index: int) -> list[str]:
+        return [_packed_name(index), *self.output_reads(index)]
 
-    @staticmethod
-    def output_name(index: int) -> str:
-        return f"experts_output[{index}]"
+    def output_reads(self, index: int) -> list[str]:
+        return [f"experts_output[{index}]"]
+
+    def finish(self, key: TaskKey, request: ExpertsRequest) -> None:
+        """Nothing: experts_load has brought the output up."""
+
+    def abort(self) -> None:
+        """Nothing is kept from task to task."""
 
     def _parts(self, buffer: Buffer, index: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(expert ids int32 [T, K], weights float32 [T, K], hidden states [T, hidden_size])"""
-        begin = self._first_token[index] * (self._hidden_bytes + self._routing_bytes)
+        packed = self._packed(buffer, index, tokens)
         routing_bytes = tokens * self._routing_bytes
-        routing = buffer.tensor[begin : begin + routing_bytes]
+        routing, hidden = packed[:routing_bytes], packed[routing_bytes:]
         half = tokens * self._top_k * ROUTING_BYTES // 2
-        hidden = buffer.tensor[begin + routing_bytes : begin + routing_bytes + tokens * self._hidden_bytes]
         return (
             routing[:half].view(torch.int32).view(tokens, self._top_k),
             routing[half : 2 * half].view(torch.float32).view(tokens, self._top_k),
@@ -84,17 +75,14 @@ class HostExperts:
         )
 
     def _packed(self, buffer: Buffer, index: int, tokens: int) -> torch.Tensor:
-        per_token = self._hidden_bytes + self._routing_bytes
-        begin = self._first_token[index] * per_token
-        return buffer.tensor[begin : begin + tokens * per_token]
+        return self._regions.part(buffer.tensor, index, tokens, self._hidden_bytes + self._routing_bytes)
 
     def _output(self, index: int, tokens: int) -> torch.Tensor:
-        begin = self._first_token[index] * self._hidden_bytes
-        part = self._up_host.tensor[begin : begin + tokens * self._hidden_bytes]
+        part = self._regions.part(self._up_host.tensor, index, tokens, self._hidden_bytes)
         return part.view(self._dtype).view(tokens, -1)
 
     def pack(self, index: int, request: ExpertsRequest) -> None:
-        """On the compute stream: hidden states and routing side by side, so that they go down in one copy."""
+        """Hidden states and routing."""
         ids, weights, hidden = self._parts(self._down_device, index, len(request.hidden))
         ids.copy_(request.topk_ids)
         weights.copy_(request.topk_weights)
@@ -103,7 +91,6 @@ class HostExperts:
             request.output.fill_(float("nan"))
 
     def launch(self, key: TaskKey, request: ExpertsRequest) -> None:
-        """Put one task on its own stream."""
         index, tokens = key.index, len(request.hidden)
         match key.name:
             case TaskName.EXPERTS_OFFLOAD:
@@ -116,7 +103,7 @@ class HostExperts:
                     [self._output(index, tokens)],
                     str(key),
                     reads=[f"experts_out_host[{index}]"],
-                    writes=[self.output_name(index)],
+                    writes=self.output_reads(index),
                 )
             case _:
                 raise AssertionError(f"{key} is not a task of experts on the CPU")
@@ -126,7 +113,7 @@ class HostExperts:
         if self._device.poison:
             self._device.d2h.fill(landing, 0xFF, writes=[landing_name])
         source = self._packed(self._down_device, index, tokens)
-        self._device.d2h.copy([landing], [source], label, reads=[self.packed_name(index)], writes=[landing_name])
+        self._device.d2h.copy([landing], [source], label, reads=[_packed_name(index)], writes=[landing_name])
 
     def _compute(self, key: TaskKey, tokens: int) -> None:
         self.num_tasks += 1
@@ -143,3 +130,7 @@ class HostExperts:
             reads=[f"experts_in_host[{key.index}]"],
             writes=[output_name],
         )
+
+
+def _packed_name(index: int) -> str:
+    return f"experts_device[{index}]"

@@ -1,48 +1,138 @@
-"""One layer's routed experts through expert-granular residency: waves of pages, one pass of the kernel for each."""
+"""Experts of a micro-batch on the device, one by one: those that its tokens ask for and that are not there come up, the
+hottest stay. For sweeps with so few tokens that they leave most experts of a layer alone.
+
+The launching thread has to know who is asked for: it waits for the routing, and for nothing else. Owns the staging
+buffers of the routing, and what is on its way between the fetch and its use.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from typing import Literal, Protocol
 
 import torch
 
-from vllm_moe_lightning.kernels.page_table import PageTable
+from vllm_moe_lightning.device.base import Buffer, Device
+from vllm_moe_lightning.kernels.page_table import ExpertShape, PageTable
 from vllm_moe_lightning.kernels.paged_moe_launch import PagedMoeStep
 from vllm_moe_lightning.kernels.reference_paged_moe import ReferencePagedMoeStep
-from vllm_moe_lightning.weights.expert_residency import ExpertResidency
+from vllm_moe_lightning.pipeline.experts_path import ExpertsPath, ExpertsRequest, TokenRegions
+from vllm_moe_lightning.pipeline.tasks import TaskKey, TaskName
+from vllm_moe_lightning.weights.expert_residency import ExpertResidency, Wave
 
 PagedKernel = Literal["triton", "reference"]
+ID_BYTES = 4  # an expert's number in the staging buffers: int32
 
 
 class _Step(Protocol):
     def add(self, table: PageTable, experts: Collection[int] | None = None) -> None: ...
 
-    def finish(self) -> torch.Tensor: ...
+    def finish(self, output: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
-def run_paged_experts(
-    residency: ExpertResidency,
-    layer: int,
+def paged_step(
+    kernel: PagedKernel,
     hidden: torch.Tensor,  # [T, H] on the device
     topk_weights: torch.Tensor,  # [T, K] on the device
-    topk_ids: torch.Tensor,  # [T, K] on the device; negative: computed elsewhere
-    host_topk_ids: torch.Tensor,  # the same on the host, where it is decided what to fetch
-    *,
-    kernel: PagedKernel = "triton",
-    reads: Sequence[str] = (),
-    writes: Sequence[str] = (),
-) -> torch.Tensor:
-    """The experts' output [T, H]: in hidden's dtype from the kernel, in float32 from the reference.
+    topk_ids: torch.Tensor,  # [T, K] on the device
+    shape: ExpertShape,
+) -> _Step:
+    make_step = PagedMoeStep if kernel == "triton" else ReferencePagedMoeStep
+    return make_step(hidden, topk_weights, topk_ids, shape)
 
-    reads, writes: buffers besides the weights that the compute stream touches in it, for hazard checks. The same bits
-    come out for every number of slots, with the kernel.
+
+class FetchedExperts(ExpertsPath):
+    """The tasks routing_offload and experts_fetch, and the experts' part of post_experts.
+
+    max_tokens: most tokens of a step. The same bits come out for every number of slots, with the Triton kernel.
     """
-    make_step = {"triton": PagedMoeStep, "reference": ReferencePagedMoeStep}[kernel]
-    step: _Step = make_step(hidden, topk_weights, topk_ids, residency.shape(layer))
-    with closing(residency.waves(layer, host_topk_ids)) as waves:
-        for wave in waves:
-            with residency.use(wave, reads=reads, writes=writes) as table:
-                step.add(table, None if wave.is_whole_step else wave.experts)
-    return step.finish()
+
+    def __init__(
+        self, device: Device, residency: ExpertResidency, max_tokens: int, top_k: int, kernel: PagedKernel
+    ) -> None:
+        self.residency = residency
+        self._device, self._kernel, self._top_k = device, kernel, top_k
+        self._bytes_per_token = top_k * ID_BYTES
+        self._down_device = device.allocate(max_tokens * self._bytes_per_token, "routing staging (device)")
+        self._down_host = device.allocate_host(max_tokens * self._bytes_per_token, "routing staging (host)")
+        self._regions = TokenRegions()
+        self._open: dict[int, _Fetch] = {}
+
+    def begin_sweep(self, num_tokens: Sequence[int]) -> None:
+        self._regions.begin_sweep(num_tokens)
+
+    def pack(self, index: int, request: ExpertsRequest) -> None:
+        """The experts' numbers alone: all else stays."""
+        self._ids(self._down_device, index, len(request.hidden)).copy_(request.topk_ids)
+        if self._device.poison:
+            request.output.fill_(float("nan"))
+
+    def pack_writes(self, index: int) -> list[str]:
+        return [_device_name(index)]
+
+    def launch(self, key: TaskKey, request: ExpertsRequest) -> None:
+        match key.name:
+            case TaskName.ROUTING_OFFLOAD:
+                self._offload(key, len(request.hidden))
+            case TaskName.EXPERTS_FETCH:
+                ids = self._ids(self._down_host, key.index, len(request.hidden))
+                self._open[key.index] = _Fetch(self.residency, key, ids)
+            case _:
+                raise AssertionError(f"{key} is not a task of experts that are fetched")
+
+    def finish(self, key: TaskKey, request: ExpertsRequest) -> None:
+        """One pass of the kernel for each wave of experts: a single one, if all of them fit at once."""
+        shape = self.residency.shape(key.layer)
+        with closing(self._open.pop(key.index)) as fetch:
+            step = paged_step(self._kernel, request.hidden, request.topk_weights, request.topk_ids, shape)
+            for wave in fetch.waves():
+                with self.residency.use(wave, f"{key} (experts)") as table:
+                    step.add(table, None if wave.is_whole_step else wave.experts)
+            with self._device.compute.span(f"{key} (sum)", reads=(), writes=()):
+                step.finish(request.output)
+
+    def output_reads(self, index: int) -> list[str]:
+        return []  # written and read by the compute stream alone
+
+    def abort(self) -> None:
+        for fetch in self._open.values():
+            fetch.close()
+        self._open.clear()
+
+    def _offload(self, key: TaskKey, num_tokens: int) -> None:
+        landing, name = self._ids(self._down_host, key.index, num_tokens), _host_name(key.index)
+        if self._device.poison:  # -1: an expert that nobody has
+            self._device.d2h.fill(landing, 0xFF, writes=[name])
+        source = self._ids(self._down_device, key.index, num_tokens)
+        self._device.d2h.copy([landing], [source], str(key), reads=[_device_name(key.index)], writes=[name])
+
+    def _ids(self, buffer: Buffer, index: int, num_tokens: int) -> torch.Tensor:
+        """[T, K] int32"""
+        part = self._regions.part(buffer.tensor, index, num_tokens, self._bytes_per_token)
+        return part.view(torch.int32).view(num_tokens, self._top_k)
+
+
+class _Fetch:
+    """Experts on their way: those of the first wave from the construction on."""
+
+    def __init__(self, residency: ExpertResidency, key: TaskKey, ids: torch.Tensor) -> None:
+        self._waves = residency.waves(key.layer, ids, str(key), reads=[_host_name(key.index)])
+        self._first = next(self._waves, None)
+
+    def waves(self) -> Iterator[Wave]:
+        if self._first is not None:
+            yield self._first
+            yield from self._waves
+
+    def close(self) -> None:
+        """Gives back what is pinned."""
+        self._waves.close()
+
+
+def _device_name(index: int) -> str:
+    return f"routing_device[{index}]"
+
+
+def _host_name(index: int) -> str:
+    return f"routing_host[{index}]"

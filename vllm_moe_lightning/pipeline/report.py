@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from dataclasses import replace
 
 from vllm_moe_lightning.device.base import StreamTotals
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
@@ -16,7 +17,8 @@ class RunReport:
         self._executor = executor
         executor.counters.first_sweep_began_s = None
         self._counters_before = copy.deepcopy(executor.counters)
-        self._ring_before = (executor.ring.pages_moved, executor.ring.bytes_paged)
+        self._paged_before = (executor.pages_moved, executor.bytes_paged)
+        self._residency_before = replace(executor.residency_counters)
         self._totals_before = executor.device.totals()
         self._started_s = time.monotonic()
 
@@ -34,7 +36,7 @@ class RunReport:
         The pages that the last sweep sends ahead for the next may end after it, hence the cut at 1.
         """
         executor = self._executor
-        counters = executor.counters.since(self._counters_before)
+        counters, residency = executor.counters.since(self._counters_before), executor.residency_counters
         gpu, h2d, d2h, cpu = (self._since(stream) for stream in ("compute", "h2d", "d2h", "cpu"))
         active_s = counters.active_s
 
@@ -57,8 +59,12 @@ class RunReport:
             "rows": counters.rows,
             "tokens": counters.tokens,
             "sampled_tokens": counters.sampled_tokens,
-            "pages_moved": executor.ring.pages_moved - self._ring_before[0],
-            "bytes_paged": executor.ring.bytes_paged - self._ring_before[1],
+            "pages_moved": executor.pages_moved - self._paged_before[0],
+            "bytes_paged": executor.bytes_paged - self._paged_before[1],
+            "experts_fetched": residency.num_misses - self._residency_before.num_misses,
+            "experts_found": residency.num_hits - self._residency_before.num_hits,
+            "experts_evicted": residency.num_evictions - self._residency_before.num_evictions,
+            "bytes_fetched": residency.bytes_moved - self._residency_before.bytes_moved,
             "pages_per_sweep": executor.store.sweep_pages(),
             "pages_of_first_layer": executor.pages_of_first_layer(),
             "bytes_per_sweep": executor.store.sweep_bytes(),
@@ -75,5 +81,5 @@ class RunReport:
             "device_memory_used_bytes": executor.device.memory_used_bytes,
             "device_memory_budget_bytes": executor.device.memory_budget_bytes,
             "expert_bytes_on_host": executor.store.host_bytes,
-            "expert_bytes_on_device": executor.store.device_bytes,
+            "expert_bytes_on_device": executor.expert_bytes_on_device,
         }

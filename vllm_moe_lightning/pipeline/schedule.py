@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from vllm_moe_lightning.pipeline.expert_places import ALL_STREAMED, ExpertPlaces
 from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName, wait_name
 from vllm_moe_lightning.resources import Resource
 
@@ -34,14 +35,14 @@ class SweepShape:
     context: frozenset[int] = frozenset()
     """Micro-batches with rows that the device attends to over context, which comes up for each layer. S4 brings up
     everybody's anyway."""
-    cpu_experts: frozenset[int] = frozenset()
-    """Decoder layers whose experts the CPU computes, from the host pages: they have no pages to stream."""
+    experts: ExpertPlaces = ALL_STREAMED
+    """Layers that have experts and no pages to stream."""
 
     def __post_init__(self) -> None:
         if len(self.pages_per_layer) != self.num_layers:
             raise ValueError(f"{len(self.pages_per_layer)} page counts for {self.num_layers} layers")
-        if any(self.pages_per_layer[layer] for layer in self.cpu_experts):
-            raise ValueError(f"layers whose experts the CPU computes are not streamed, got {self}")
+        if self.pages_per_layer != self.experts.pages(self.pages_per_layer):
+            raise ValueError(f"layers whose experts the CPU computes or that are fetched are not streamed, got {self}")
         if self.num_micro_batches < 1 or self.lookahead < 1:
             raise ValueError(f"need at least one micro-batch and a look-ahead of 1, got {self}")
 
@@ -66,6 +67,7 @@ class Schedule:
         position = {task.key: index for index, task in enumerate(self.tasks)}
         must_follow: list[set[int]] = [set() for _ in self.tasks]
         for index, task in enumerate(self.tasks):
+            must_follow[index].update(position[key] for key in task.launched_after)
             for awaited in (position[key] for key in task.after if key in position):
                 if awaited < index:
                     must_follow[index].add(awaited)
@@ -99,6 +101,7 @@ class _Sweep:
         self.shape = shape
         self.attention_on_device = attention_on_device
         self.readers_of_context: list[TaskKey] = []
+        self.users_of_fetched: tuple[TaskKey, ...] = ()
         self.tasks: list[Task] = [
             Task(Resource.GPU, SWEEP_START),
             Task(Resource.CPU, CPU_SWEEP_START),
@@ -157,6 +160,7 @@ class _Sweep:
         self.emit(Resource.H2D, _key(TaskName.KV_LOAD, layer, index), reader, CPU_SWEEP_START)
 
     def post(self, layer: int, index: int) -> None:
+        """Post-attention; to the router only, where the layer's experts are not streamed."""
         after = []
         if self.shape.with_attention and not self.attention_on_device:
             after.append(_key(TaskName.HIDDEN_LOAD, layer, index))
@@ -165,16 +169,39 @@ class _Sweep:
             after.append(_key(TaskName.WEIGHT_PAGE, layer, pages - 1))
         post = _key(TaskName.POST_ATTENTION, layer, index)
         self.emit(Resource.GPU, post, *after)
-        if layer in self.shape.cpu_experts:
-            self.experts_on_cpu(layer, index, post)
+        if layer in self.shape.experts.on_cpu:
+            offload = _key(TaskName.EXPERTS_OFFLOAD, layer, index)
+            self.emit(Resource.D2H, offload, post)
+            self.emit(Resource.CPU, _key(TaskName.EXPERTS, layer, index), offload)
+        elif layer in self.shape.experts.fetched:
+            self.emit(Resource.D2H, _key(TaskName.ROUTING_OFFLOAD, layer, index), post)
 
-    def experts_on_cpu(self, layer: int, index: int, routed: TaskKey) -> None:
-        names = (TaskName.EXPERTS_OFFLOAD, TaskName.EXPERTS, TaskName.EXPERTS_LOAD, TaskName.POST_EXPERTS)
-        offload, experts, load, post = (_key(name, layer, index) for name in names)
-        self.emit(Resource.D2H, offload, routed)
-        self.emit(Resource.CPU, experts, offload)
-        self.emit(Resource.H2D, load, experts)
-        self.emit(Resource.GPU, post, load)
+    def fetch(self, layer: int, index: int) -> None:
+        """Experts that the micro-batch asked for, which the launching thread must know by then.
+
+        After the one before has launched what it fetched for: so all frames but those that are in use then are free.
+        """
+        if layer in self.shape.experts.fetched:
+            routing = _key(TaskName.ROUTING_OFFLOAD, layer, index)
+            key = _key(TaskName.EXPERTS_FETCH, layer, index)
+            self.tasks.append(Task(Resource.H2D, key, (routing,), launched_after=self.users_of_fetched))
+
+    def post_experts(self, layer: int, index: int) -> None:
+        """The rest of the layer, where post-attention ended with the router. After `fetch`."""
+        post = _key(TaskName.POST_EXPERTS, layer, index)
+        if layer in self.shape.experts.on_cpu:
+            load = _key(TaskName.EXPERTS_LOAD, layer, index)
+            self.emit(Resource.H2D, load, _key(TaskName.EXPERTS, layer, index))
+            self.emit(Resource.GPU, post, load)
+        elif layer in self.shape.experts.fetched:
+            self.emit(Resource.GPU, post, _key(TaskName.EXPERTS_FETCH, layer, index))
+            self.users_of_fetched = (post,)
+
+    def whole_post(self, layer: int, index: int) -> None:
+        """Post-attention to its end, whoever has to be waited for."""
+        self.post(layer, index)
+        self.fetch(layer, index)
+        self.post_experts(layer, index)
 
     def page(self, layer: int, page: int, ordinal: int) -> None:
         """Page of a streamed layer. The first waits until the layer two before it in the ring has been used."""
@@ -213,16 +240,30 @@ def _pages_due(shape: SweepShape) -> dict[int, list[tuple[int, int, int]]]:
 
 
 def _cgopipe(shape: SweepShape) -> Iterator[Task]:
-    """Algorithm 1: post(i, j), then pre-attention `lookahead` micro-batches on; pages between hidden states."""
+    """Algorithm 1: post(i, j), then pre-attention `lookahead` micro-batches on; pages between hidden states.
+
+    Where experts are not streamed, a micro-batch that waits for its experts lets the next one's post-attention go
+    first, unless the pre-attention that is due is its own.
+    """
     sweep, n = _Sweep(shape), shape.num_micro_batches
     total, ahead, due = shape.num_layers * n, min(shape.lookahead, n), _pages_due(shape)
+    waiting: int | None = None  # for its experts
     for t in range(min(ahead, total)):
         sweep.pre(*divmod(t, n))
     for t in range(total):
         sweep.hidden(*divmod(t, n))
+        if waiting is not None:  # behind the hidden states, and before what could take the device's time
+            sweep.fetch(*divmod(waiting, n))
         for layer, page, ordinal in due.get(t, ()):
             sweep.page(layer, page, ordinal)
         sweep.post(*divmod(t, n))
+        if waiting is not None:
+            sweep.post_experts(*divmod(waiting, n))
+        waiting = t
+        if ahead == n or t + 1 == total:
+            sweep.fetch(*divmod(t, n))
+            sweep.post_experts(*divmod(t, n))
+            waiting = None
         if t + ahead < total:
             sweep.pre(*divmod(t + ahead, n))
     yield from sweep.tasks
@@ -240,7 +281,7 @@ def _s2(shape: SweepShape) -> Iterator[Task]:
         if t in blocks:
             sweep.block(blocks[t])
         sweep.hidden(*divmod(t, n))
-        sweep.post(*divmod(t, n))
+        sweep.whole_post(*divmod(t, n))
         if t + n < total:
             sweep.pre(*divmod(t + n, n))
     yield from sweep.tasks
@@ -255,7 +296,7 @@ def _s3(shape: SweepShape) -> Iterator[Task]:
         sweep.hidden(*divmod(t, n))
         if t in blocks:  # behind this hidden state, so that only the following ones wait for it
             sweep.block(blocks[t])
-        sweep.post(*divmod(t, n))
+        sweep.whole_post(*divmod(t, n))
     yield from sweep.tasks
 
 
@@ -271,7 +312,7 @@ def _s4(shape: SweepShape) -> Iterator[Task]:
         sweep.pre(*divmod(t, n))
         for layer, page, ordinal in due.get(t, ()):
             sweep.page(layer, page, ordinal)
-        sweep.post(*divmod(t, n))
+        sweep.whole_post(*divmod(t, n))
     yield from sweep.tasks
 
 
@@ -290,7 +331,7 @@ def _serial(shape: SweepShape) -> Iterator[Task]:
             wait = (key,)
         sweep.pre(layer, index, *wait)
         sweep.hidden(layer, index)
-        sweep.post(layer, index)
+        sweep.whole_post(layer, index)
     yield from sweep.tasks
 
 

@@ -20,9 +20,11 @@ class TaskName(StrEnum):
     HIDDEN_LOAD = "hidden_load"  # the attention output comes back to the device
     POST_ATTENTION = "post_attention"  # output projection, norm, router, MoE (after the last layer: final norm too)
     EXPERTS_OFFLOAD = "experts_offload"  # hidden states and routing, where the CPU computes a layer's experts
-    EXPERTS = "experts"
+    EXPERTS = "experts"  # on the CPU
     EXPERTS_LOAD = "experts_load"
-    POST_EXPERTS = "post_experts"  # what follows the experts; post_attention then ends with the router
+    ROUTING_OFFLOAD = "routing_offload"  # which experts the tokens ask for, where a layer's experts are fetched
+    EXPERTS_FETCH = "experts_fetch"  # those that are not on the device
+    POST_EXPERTS = "post_experts"  # what follows the experts (fetched: with them); post_attention ends with the router
     WEIGHT_PAGE = "weight_page"
     KV_LOAD = "kv_load"  # S4, and prompts with context: the micro-batch's context comes to the device
     DEVICE_ATTENTION = "device_attention"  # S4 only
@@ -49,6 +51,8 @@ class Task:
     resource: Resource
     key: TaskKey
     after: tuple[TaskKey, ...] = ()
+    launched_after: tuple[TaskKey, ...] = ()
+    """Tasks that must have been launched by then, whether or not they are done."""
 
 
 def wait_name(waiter: TaskKey, awaited: TaskKey) -> str:

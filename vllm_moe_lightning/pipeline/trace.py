@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_moe_lightning.pipeline.expert_places import ALL_STREAMED, ExpertPlaces
 from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES
 from vllm_moe_lightning.resources import LABELS, Resource
 
@@ -40,8 +41,7 @@ class SweepSpan(NamedTuple):
     num_micro_batches: int
     is_dummy: bool = False
     """A warm-up or profiling pass: pages move, nobody attends."""
-    cpu_experts: tuple[int, ...] = ()
-    """Decoder layers whose experts the CPU computed."""
+    experts: ExpertPlaces = ALL_STREAMED
     context: tuple[int, ...] = ()
     """Micro-batches whose prompts' context came up to the device."""
 
@@ -82,7 +82,8 @@ def chrome_trace(trace: Trace) -> dict[str, object]:
         name = "dummy sweep" if sweep.is_dummy else f"sweep x{sweep.num_micro_batches}"
         args = {
             "micro_batches": sweep.num_micro_batches,
-            "cpu_experts": list(sweep.cpu_experts),
+            "cpu_experts": sorted(sweep.experts.on_cpu),
+            "fetched_experts": sorted(sweep.experts.fetched),
             "context": list(sweep.context),
         }
         events.append(_event(0, name, sweep.start_s, sweep.end_s, args))
@@ -150,8 +151,9 @@ def _times_s(event: Mapping[str, Any]) -> tuple[float, float]:
 
 def _sweep(event: Mapping[str, Any]) -> SweepSpan:
     args, is_dummy = event["args"], event["name"] == "dummy sweep"
-    cpu_experts, context = (tuple(map(int, args[name])) for name in ("cpu_experts", "context"))
-    return SweepSpan(*_times_s(event), int(args["micro_batches"]), is_dummy, cpu_experts, context)
+    on_cpu, fetched = (frozenset(map(int, args[name])) for name in ("cpu_experts", "fetched_experts"))
+    places, context = ExpertPlaces(on_cpu, fetched), tuple(map(int, args["context"]))
+    return SweepSpan(*_times_s(event), int(args["micro_batches"]), is_dummy, places, context)
 
 
 def _span(event: Mapping[str, Any]) -> TraceSpan:

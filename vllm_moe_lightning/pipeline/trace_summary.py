@@ -180,7 +180,7 @@ def summarise(trace: Trace) -> TraceSummary:
             for r, spans in of_resource.items()
         },
         bubbles=bubbles_of(trace, of_resource, busiest, difference(counted, busy[busiest]), between),
-        experts_on_cpu=any(sweep.cpu_experts for sweep in sweeps),
+        experts_on_cpu=any(sweep.experts.on_cpu for sweep in sweeps),
     )
 
 

@@ -95,7 +95,7 @@ class Wave:
 class ExpertResidency:
     """Frames of one size for all layers' experts, and who is in them.
 
-    One step of a layer: `for wave in residency.waves(layer, topk_ids): with residency.use(wave) as page_table: ...`
+    One step of a layer: `for wave in residency.waves(layer, topk_ids): with residency.use(wave, "name") as table: ...`
     """
 
     def __init__(
@@ -138,6 +138,11 @@ class ExpertResidency:
         device.h2d.wait_event(device.compute.record_event())
         self._num_experts_per_wave = max(1, int(num_slots * WAVE_RATIO))
 
+    @property
+    def device_bytes(self) -> int:
+        """Of the frames."""
+        return self.page_bytes * len(self._frames)
+
     def shape(self, layer: int) -> ExpertShape:
         return self._layers[layer].shape
 
@@ -145,12 +150,15 @@ class ExpertResidency:
         """Whether the expert has frames: it is there, or on its way."""
         return (layer, expert) in self._residents
 
-    def waves(self, layer: int, topk_ids: torch.Tensor) -> Generator[Wave, None, None]:
+    def waves(
+        self, layer: int, topk_ids: torch.Tensor, label: str | None = None, *, reads: Sequence[str] = ()
+    ) -> Generator[Wave, None, None]:
         """The experts that a step asks of a layer, each in exactly one wave: one wave with all of them if they fit.
 
-        topk_ids: integers on the host, any shape; negative ones are computed elsewhere. Copies start when a wave is
-        asked for. It must be used before the next one is. Close the generator (contextlib.closing) where the caller may
-        fail: an exception that is kept would keep it, and with it what the wave pins.
+        topk_ids: integers on the host, any shape; negative ones are computed elsewhere. label: of the step's copies.
+        reads: names of the buffers that the ids came in, for hazard checks. Copies start when a wave is asked for. It
+        must be used before the next one is. Close the generator (contextlib.closing) where the caller may fail: an
+        exception that is kept would keep it, and with it what the wave pins.
         """
         asked = [expert for expert in topk_ids.unique().tolist() if expert >= 0]
         num_experts = self.shape(layer).num_experts
@@ -169,7 +177,7 @@ class ExpertResidency:
             step = self._num_experts_per_wave
             groups = [hits, *(misses[begin : begin + step] for begin in range(0, len(misses), step))]
         for group in filter(None, groups):
-            wave = self._bring(layer, group, is_whole_step=len(group) == len(asked))
+            wave = self._bring(layer, group, label, reads, is_whole_step=len(group) == len(asked))
             try:
                 yield wave
             finally:  # also when the caller gives up
@@ -177,11 +185,10 @@ class ExpertResidency:
                     self._unpin(resident)
 
     @contextmanager
-    def use(self, wave: Wave, *, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> Iterator[PageTable]:
-        """A span of the compute stream, in which the wave's experts are on the device where the table says.
-
-        reads, writes: what else the work inside touches. The table is valid inside only: no other expert's addresses
-        are, and those of experts that were evicted are zero.
+    def use(self, wave: Wave, label: str) -> Iterator[PageTable]:
+        """A span of the compute stream under this label, in which the wave's experts are on the device where the table
+        says. The table is valid inside only: no other expert's addresses are, and those of experts that were evicted
+        are zero.
         """
         compute, table, source = self._device.compute, self._tables[wave.layer], self._layers[wave.layer]
         for resident in wave.residents:
@@ -191,7 +198,7 @@ class ExpertResidency:
                 resident.arrival = None
         frames = [self._frames[frame].name for resident in wave.residents for frame in resident.frames]
         try:
-            with compute.span(f"experts({wave.layer})", reads=[*frames, *reads], writes=[table.buffer_name, *writes]):
+            with compute.span(label, reads=frames, writes=[table.buffer_name]):
                 yield table.upload(source.w13_scales, source.w2_scales)
         finally:
             used = compute.record_event()
@@ -204,7 +211,9 @@ class ExpertResidency:
             self._device.release(name)
         self._frames, self._free, self._residents, self._tables = [], [], {}, {}
 
-    def _bring(self, layer: int, experts: Collection[int], *, is_whole_step: bool) -> Wave:
+    def _bring(
+        self, layer: int, experts: Collection[int], label: str | None, reads: Sequence[str], *, is_whole_step: bool
+    ) -> Wave:
         """Pins those that are there, then fetches the others."""
         self.counters.num_waves += 1
         present = [self._residents[layer, expert] for expert in experts if (layer, expert) in self._residents]
@@ -218,7 +227,7 @@ class ExpertResidency:
                 self._unpin(resident)
             raise
         for expert in missing:
-            resident = self._fetch(layer, expert)
+            resident = self._fetch(layer, expert, label, reads)
             self._pin(resident)
             present.append(resident)
         return Wave(layer, tuple(experts), tuple(present), is_whole_step)
@@ -266,7 +275,7 @@ class ExpertResidency:
         computes = resident.layer == layer and resident.last_wave == self.counters.num_waves - 1
         return computes, self._scores.of(resident.layer, resident.expert), -resident.last_wave
 
-    def _fetch(self, layer: int, expert: int) -> Resident:
+    def _fetch(self, layer: int, expert: int, label: str | None, reads: Sequence[str]) -> Resident:
         source, pages, h2d = self._layers[layer], self._pages[layer], self._device.h2d
         frames = tuple(self._free.pop() for _ in range(pages.num_pages))
         buffers = [self._frames[frame] for frame in frames]
@@ -279,7 +288,8 @@ class ExpertResidency:
             src.append(raw)
             dst.append(buffer.tensor[: raw.numel()])
         names = [buffer.name for buffer in buffers]
-        h2d.copy(dst, src, f"expert({layer},{expert})", reads=[source.buffer_name], writes=names)
+        label = f"expert({layer},{expert})" if label is None else f"{label} (expert {expert})"
+        h2d.copy(dst, src, label, reads=[source.buffer_name, *reads], writes=names)
         self._tables[layer].set(expert, [buffer.tensor.data_ptr() for buffer in buffers])
         self.counters.pages_moved += len(frames)
         self.counters.bytes_moved += source.shape.expert_bytes

@@ -73,7 +73,7 @@ def test_a_page_that_would_not_keep_rows_aligned_is_refused() -> None:
     [
         ((4, 60, 64, torch.float16), "hidden_size 60 makes rows of 120 bytes.* must be a multiple of 8"),
         ((4, 64, 24, torch.float8_e4m3fn), "intermediate_size 24 makes rows of 24 bytes.* must be a multiple of 16"),
-        ((4, 64, 64, torch.float32), "experts of torch.float32 can't be paged"),
+        ((4, 64, 64, torch.float64), "experts of torch.float64 can't be paged"),
         ((0, 64, 64, torch.float16), "positive sizes"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from vllm_moe_lightning.pipeline.bubbles import BETWEEN_SWEEPS, NOT_LAUNCHED, NOTHING_TO_DO, difference, intersection
+from vllm_moe_lightning.pipeline.expert_places import ExpertPlaces
 from vllm_moe_lightning.pipeline.gantt import simulated_trace
 from vllm_moe_lightning.pipeline.schedule import SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.simulator import SimulatedSweep, simulate
@@ -91,7 +92,7 @@ def test_without_overlap_no_resource_binds_and_what_is_waited_for_is_named() -> 
 
 
 def test_experts_on_the_cpu_and_context_over_the_link_are_waited_for_by_name() -> None:
-    shape = SweepShape(4, 2, (3, 0, 3, 0), cpu_experts=frozenset((1, 3)), context=frozenset((1,)))
+    shape = SweepShape(4, 2, (3, 0, 3, 0), experts=ExpertPlaces(on_cpu=frozenset((1, 3))), context=frozenset((1,)))
     copies = {"experts_offload": 0.5, "experts_load": 0.5, "post_experts": 0.5}
 
     def summary_of(**changed: float) -> TraceSummary:

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.expert_host import HostedExperts
+from tests.helpers.expert_host import Batch, HostedExperts, run_resident
 from tests.helpers.recording_cuda import RecordingCuda
 from vllm_moe_lightning.device import EmulatedDevice
 from vllm_moe_lightning.errors import DeviceMemoryError, HazardError
 from vllm_moe_lightning.kernels.page_table import ExpertPages
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
 from vllm_moe_lightning.kernels.reference_paged_moe import ReferencePagedMoeStep
-from vllm_moe_lightning.pipeline.paged_experts import run_paged_experts
 from vllm_moe_lightning.weights.expert_residency import ExpertResidency, ExpertSource
 from vllm_moe_lightning.weights.expert_scores import ExpertScores
 
@@ -50,7 +49,7 @@ def make() -> Iterator[Make]:
 def step(experts: HostedExperts, layer: int, chosen: list[int], num_tokens: int = 1) -> None:
     """Each token chooses all of `chosen`; the output must be right."""
     batch = experts.batch(num_tokens, len(chosen), seed=layer, experts=chosen)
-    output = run_paged_experts(experts.residency, layer, *batch, kernel="reference")
+    output = experts.run(layer, batch)
     torch.testing.assert_close(output, experts.expected(layer, batch), rtol=1e-4, atol=1e-5)
 
 
@@ -71,7 +70,7 @@ def test_a_prefill_of_all_experts_is_right_for_every_number_of_slots(make: Make,
             batch = experts.batch(num_tokens, top_k=2, seed=seed)
             if num_tokens == 64:
                 assert batch.topk_ids.unique().numel() == NUM_EXPERTS
-            output = run_paged_experts(experts.residency, layer, *batch, kernel="reference")
+            output = experts.run(layer, batch)
             torch.testing.assert_close(output, experts.expected(layer, batch), rtol=1e-4, atol=1e-5)
 
 
@@ -84,7 +83,7 @@ def test_on_cuda_calls_alone_every_page_is_ordered(num_slots: int) -> None:
     for num_tokens in (1, 20, 2):
         for layer in range(NUM_LAYERS):
             batch = experts.batch(num_tokens, top_k=2, seed=layer)
-            output = run_paged_experts(experts.residency, layer, *batch, kernel="reference")
+            output = experts.run(layer, batch)
             torch.testing.assert_close(output, experts.expected(layer, batch), rtol=1e-4, atol=1e-5)
     device.synchronize()
     device.close()
@@ -122,7 +121,7 @@ def test_more_experts_than_slots_come_in_waves_the_present_ones_first(make: Make
     for wave in experts.residency.waves(0, torch.arange(NUM_EXPERTS)):
         waves.append(wave.experts)
         assert not wave.is_whole_step
-        with experts.residency.use(wave):
+        with experts.residency.use(wave, "experts(0)"):
             pass
     assert waves[0] == (2, 5)
     assert sorted(expert for wave in waves for expert in wave) == list(range(NUM_EXPERTS))
@@ -181,7 +180,7 @@ def test_frames_go_from_layer_to_layer_whatever_their_sizes(make: Make) -> None:
             hidden = torch.randn(3, source.shape.hidden_size, generator=rng).half()
             ids = torch.rand(3, 4, generator=rng).topk(3).indices.int()
             weights = torch.rand(3, 3, generator=rng)
-            output = run_paged_experts(residency, source.layer, hidden, weights, ids, ids, kernel="reference")
+            output = run_resident(residency, source.layer, Batch(hidden, weights, ids, ids))
             expected = expert_ffn(hidden, source.w13, source.w2, ids, weights)
             torch.testing.assert_close(output, expected, rtol=1e-3, atol=1e-2)
 
@@ -191,7 +190,7 @@ def test_addresses_of_evicted_experts_are_zero(make: Make) -> None:
     step(experts, 0, [3])
     step(experts, 0, [4])
     for wave in experts.residency.waves(0, torch.tensor([4])):
-        with experts.residency.use(wave) as table:
+        with experts.residency.use(wave, "experts(0)") as table:
             pages_per_expert = table.w13.addresses.numel() // NUM_EXPERTS
             held = table.w13.addresses.view(NUM_EXPERTS, pages_per_expert) != 0
     assert held.all(dim=1).tolist() == [expert == 4 for expert in range(NUM_EXPERTS)]
@@ -219,7 +218,7 @@ def test_a_wave_that_is_held_is_not_evicted_by_another(make: Make) -> None:
     first = next(held)
     with pytest.raises(DeviceMemoryError, match=r"a wave need .* frames, have .*, of which other waves hold"):
         next(experts.residency.waves(1, torch.tensor([5])))
-    with experts.residency.use(first):
+    with experts.residency.use(first, "experts(0)"):
         pass
     held.close()
     step(experts, 1, [5])
@@ -242,7 +241,7 @@ def test_a_step_that_fails_holds_nothing_back_even_while_its_error_is_kept(
     with monkeypatch.context() as patch:
         patch.setattr(ReferencePagedMoeStep, "add", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError) as kept:
-            run_paged_experts(experts.residency, 0, *batch, kernel="reference")
+            experts.run(0, batch)
     step(experts, 1, [5, 6])
     step(experts, 0, [0, 1])
     assert kept.tb is not None
@@ -251,7 +250,7 @@ def test_a_step_that_fails_holds_nothing_back_even_while_its_error_is_kept(
 def test_a_wave_is_of_no_use_after_the_next_was_asked_for(make: Make) -> None:
     experts = make(num_slots=1)
     waves = list(experts.residency.waves(0, torch.tensor([0, 1])))
-    with pytest.raises(AssertionError, match="used after its wave"), experts.residency.use(waves[0]):
+    with pytest.raises(AssertionError, match="used after its wave"), experts.residency.use(waves[0], "experts(0)"):
         pass
 
 
