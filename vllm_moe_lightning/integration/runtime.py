@@ -28,6 +28,7 @@ from vllm_moe_lightning.integration.offloader import (
     paged_modules,
 )
 from vllm_moe_lightning.integration.peers import NodeRanks
+from vllm_moe_lightning.integration.plain_experts import put_kernel_in_place
 from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
 from vllm_moe_lightning.integration.trace_requests import TraceRequests
@@ -115,9 +116,9 @@ class Runtime:
             largest = max(layer.num_bytes for layer in self._experts)
             _warn_of_difference("the experts of a layer", self._plan.expert_layer_bytes, largest)
         if self._was_cast:
-            for layer in self._experts:
-                for name, parameter in layer.parameters.items():
-                    refuse_overflow(f"{layer.name} ({name})", parameter.data)
+            for experts in self._experts:
+                for name, parameter in experts.parameters.items():
+                    refuse_overflow(f"{experts.name} ({name})", parameter.data)
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self._bring_the_rest_to_the_device()
@@ -125,6 +126,7 @@ class Runtime:
         self.executor = PipelineExecutor(
             self.device, store, self._path_of, len(decoder_layers), policy, self.options.debug.remove_wait
         )
+        put_kernel_in_place(decoder_layers, self.options.expert_kernel)
         for index, layer in enumerate(decoder_layers):
             layer.register_forward_pre_hook(lambda *_: self._running.layer_entry())
             if store.num_pages(index):
