@@ -32,7 +32,7 @@ from benchmarks.gpu_plan import Check, capped, check_for, options_of, plan_for, 
 from benchmarks.gpu_report import show, summarise
 from benchmarks.host_sync import host_sync_checks
 from benchmarks.machine import ROOT, describe
-from benchmarks.paged_moe_checks import paged_moe_checks
+from benchmarks.paged_moe_checks import paged_moe_checks, torch_experts_checks
 from benchmarks.paged_moe_speed import paged_moe_speed
 from benchmarks.result_checks import result_checks
 from benchmarks.schedule_arms import measure_schedules
@@ -85,9 +85,12 @@ def run_stages(check: Check, kind: DeviceKind, folder: Path, run: CheckRun) -> N
     """All parts, what they give in run.result."""
     result, reserve_s = run.result, sum(OPTIONAL_S.values())
     result |= {"device": str(kind), "workload": workload_of(check)}
-    result["machine"] = run.stage("machine", lambda: {**describe(), **describe_gpu(kind)})
+    result["machine"] = {}
+    run.stage("machine", lambda: result["machine"].update(describe()), needs_device=False)
+    run.stage("GPU", lambda: result["machine"].update(describe_gpu(kind)))
     run.stage("build", lambda: build_library(run.console), needs_device=False)
     run.stage("results against plain torch", lambda: result_checks(kind, run))
+    run.stage("experts by torch's matrix products", lambda: torch_experts_checks(kind, run))
     run.stage("page-table MoE kernel", lambda: paged_moe_checks(kind, run, MEASURING_S + reserve_s))
     profile = run.stage("profile", lambda: measured_profile(check, folder, result))
     planned = run.stage("plan", lambda: planned_for(check, profile, result), needs_device=False)

@@ -16,6 +16,7 @@ from benchmarks.gpu_device import DeviceKind, half_types, torch_device
 from benchmarks.paged_case import PagedBatch, PagedExperts, PagedShape, Weights
 from vllm_moe_lightning.kernels import paged_moe_launch
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
+from vllm_moe_lightning.kernels.torch_experts import torch_experts
 
 # No divisors: experts begin and end inside of pages. One expert gets no token.
 SHAPE = PagedShape(8, 256, 448, 2, {"w13": 100, "w2": 60})
@@ -59,11 +60,29 @@ def paged_moe_checks(kind: DeviceKind, run: CheckRun, reserve_s: float) -> None:
             run.check("page_table_moe", name, lambda case=case: _error(case, device), TOLERANCE[case.dtype])
 
 
+def torch_experts_checks(kind: DeviceKind, run: CheckRun) -> None:
+    """What takes the kernel's place on chips before sm_80, over the same experts."""
+    device = torch_device(kind)
+    for dtype in half_types(kind):
+        run.check(
+            "torch_experts", f"torch_experts {dtype}", lambda dtype=dtype: _torch_error(dtype, device), TOLERANCE[dtype]
+        )
+
+
+def _torch_error(dtype: torch.dtype, device: torch.device) -> float:
+    experts = PagedExperts(SHAPE, dtype, device, "16 bits")
+    batch = PagedBatch(experts, 37, NUM_ASKED_FOR)
+    return _off(batch, torch_experts(*batch.on_device, experts.exact["w13"], experts.exact["w2"]))
+
+
 def _error(case: Case, device: torch.device) -> float:
     experts = PagedExperts(SHAPE, case.dtype, device, case.weights)
     batch = PagedBatch(experts, case.num_tokens, NUM_ASKED_FOR)
     no_chip = mock.patch.object(paged_moe_launch, "FIRST_WITH_FLOAT8", 1000)
     with no_chip if case.by_bits else nullcontext():
-        got = batch.run().cpu()
-    w13, w2 = (experts.exact[matrix].cpu() for matrix in ("w13", "w2"))
-    return relative_error(got, expert_ffn(batch.hidden, w13, w2, batch.ids, batch.weights, dtype=torch.float64))
+        return _off(batch, batch.run())
+
+
+def _off(batch: PagedBatch, got: torch.Tensor) -> float:
+    w13, w2 = (batch.experts.exact[matrix].cpu() for matrix in ("w13", "w2"))
+    return relative_error(got.cpu(), expert_ffn(batch.hidden, w13, w2, batch.ids, batch.weights, dtype=torch.float64))

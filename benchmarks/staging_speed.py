@@ -13,13 +13,13 @@ NUM_BYTES = 512 * MIB
 REPEATS = 3
 
 
-def staging_speed(num_bytes: int = NUM_BYTES) -> dict[str, Any]:
+def staging_speed() -> dict[str, Any]:
     """Bytes per second of one copy at a time, by kind of memory and direction."""
     rates: dict[str, Any] = {}
     for memory in ("pinned", "pageable"):
-        device = make_device(DeviceKind.CUDA, 2 * num_bytes, host_memory=memory, pageable_from_bytes=1)
+        device = make_device(DeviceKind.CUDA, NUM_BYTES, host_memory=memory, pageable_from_bytes=1)
         try:
-            rates[memory] = _rates(device, num_bytes)
+            rates[memory] = _rates(device, NUM_BYTES)
         finally:
             device.close()
     rates["pageable_over_pinned"] = {

@@ -15,26 +15,34 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import gpu_check, host_sync, result_checks, schedule_arms, small_batches, staging_speed
+from benchmarks import (
+    gpu_check,
+    host_sync,
+    paged_moe_checks,
+    paged_moe_speed,
+    result_checks,
+    schedule_arms,
+    small_batches,
+    staging_speed,
+)
 from benchmarks.check_run import CheckRun
 from benchmarks.gpu_check import main, run_stages
 from benchmarks.gpu_device import DeviceKind, make_device
 from benchmarks.gpu_engine import ARMS, STOCK, GpuEngine
-from benchmarks.gpu_plan import capped, check_for, options_of, plan_for
+from benchmarks.gpu_plan import check_for, options_of
 from benchmarks.gpu_report import show, summarise
 from benchmarks.paged_moe_checks import NUM_TOKENS, SHAPE, cases
 from benchmarks.schedule_arms import measure_schedules
 from benchmarks.torch_decoder import SparseMlp
 from tests.helpers.recording_cuda import RecordingCuda
 from vllm_moe_lightning.config import MoeLightningConfig
-from vllm_moe_lightning.device import CudaDevice, Device
+from vllm_moe_lightning.device import Buffer, CudaDevice, Device
 from vllm_moe_lightning.errors import DeviceStalledError, MoeLightningError
 from vllm_moe_lightning.hardware_presets import preset_profile
 from vllm_moe_lightning.kernels.tile_configs import CONFIGS_16_BIT, CONFIGS_FLOAT8, config_for, configs_of
 
 Result = dict[str, Any]
 ROOT = Path(__file__).parents[2]
-NO_TIME = 0.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,9 +70,9 @@ def emulated_run(folder: Path, deadline_s: float = 600.0) -> CheckRun:
     return CheckRun(folder / "gpu_check.json", Console(quiet=True), deadline_s, on_gpu=False)
 
 
-def stages_of(folder: Path, deadline_s: float = NO_TIME) -> Result:
-    """All stages of the emulated check; by default without those that are optional. What is in the file then."""
-    run = emulated_run(folder, deadline_s)
+def stages_of(folder: Path) -> Result:
+    """All stages of the emulated check that are not optional. What is in the file then."""
+    run = emulated_run(folder, deadline_s=0.0)
     run_stages(check_for(DeviceKind.EMULATED, 0.0), DeviceKind.EMULATED, folder, run)
     show(run.result, Console(quiet=True))
     return json.loads(run.path.read_text())
@@ -107,9 +115,10 @@ def test_the_page_table_kernel_s_speed_stands_beside_the_peaks_and_torch_s_mm(re
     assert {row["kernel"] for row in rows} == {"its reference in plain torch"}, "no figure of the kernel's own"
 
 
-@pytest.mark.parametrize(
-    ("capability", "weight_bytes"), [*((c, 2) for c in CONFIGS_16_BIT), *((c, 1) for c in CONFIGS_FLOAT8)]
-)
+CHIPS = [(chip, num_bytes) for num_bytes, table in ((2, CONFIGS_16_BIT), (1, CONFIGS_FLOAT8)) for chip in table]
+
+
+@pytest.mark.parametrize(("capability", "weight_bytes"), CHIPS)
 def test_the_page_table_checks_have_a_batch_for_each_size_of_tile(capability: int, weight_bytes: int) -> None:
     sizes = {"top_k": SHAPE.top_k, "num_experts": SHAPE.num_experts}
     taken = [config_for(capability, weight_bytes, num_tokens=count, **sizes) for count in NUM_TOKENS]
@@ -175,6 +184,7 @@ def test_a_stage_that_raises_costs_no_more_than_itself(tmp_path: Path, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(gpu_check, "measure_machine", fail)
+    monkeypatch.setattr(gpu_check, "result_checks", lambda kind, run: None)
     result = stages_of(tmp_path)
     assert result["stages"]["profile"]["error"] == ["OutOfMemoryError: CUDA out of memory"]
     assert result["stages"]["plan"]["status"] == "failed"
@@ -215,6 +225,7 @@ def test_an_arm_that_raises_sits_out_and_the_others_go_on(tmp_path: Path, monkey
 
 def test_after_an_arm_that_stalls_the_device_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = fail_arms(monkeypatch, s2=DeviceStalledError("waited 60 s for stream 'h2d'"))
+    monkeypatch.setattr(gpu_check, "result_checks", lambda kind, run: None)
     result = stages_of(tmp_path)
     assert tried == ["cgopipe", "serial", "s2"]
     assert {row["arm"] for row in result["arms"]["rows"]} == {"cgopipe", "serial"}
@@ -281,62 +292,69 @@ typer.run(gpu_check.main)
     assert "FAILED CPU kernels against float64: RuntimeError: no such instruction" in ended.stdout
 
 
-def test_all_of_it_runs_on_a_cuda_device_whose_calls_are_recorded(
+def test_all_of_a_gpu_s_parts_run_on_a_device_whose_calls_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a GPU's speed: that nothing needs what only the emulated device has, and that all is ordered."""
-    doubles: list[RecordingCuda] = []
+    doubles, modes = list[RecordingCuda](), list[str]()
 
     def double(kind: DeviceKind, memory_bytes: int | None, **options: Any) -> CudaDevice:
+        assert kind is DeviceKind.CUDA
         doubles.append(RecordingCuda())
-        return doubles[-1].device(memory_budget_bytes=memory_bytes, **options)
+        device = doubles[-1].device(memory_budget_bytes=memory_bytes, **options)
+        allocate_host = device.allocate_host
 
-    for module in (result_checks, schedule_arms, small_batches, host_sync):
+        def allocate_and_tell(num_bytes: int, name: str) -> Buffer:
+            buffer = allocate_host(num_bytes, name)
+            doubles[-1].treat_as_host(buffer.tensor)  # also where it is not pinned
+            return buffer
+
+        monkeypatch.setattr(device, "allocate_host", allocate_and_tell)
+        return device
+
+    for module in (result_checks, schedule_arms, small_batches, host_sync, staging_speed):
         monkeypatch.setattr(module, "make_device", double)
-    check = check_for(DeviceKind.EMULATED, 0.0)
-    options, num_seqs = options_of(check, plan_for(check, capped(check, preset_profile("a10"))))
-    run = emulated_run(tmp_path)
-    result_checks.result_checks(DeviceKind.EMULATED, run)
-    arms = measure_schedules(check, DeviceKind.EMULATED, options, num_seqs, run, 0.0)
+    for module in (result_checks, paged_moe_checks, paged_moe_speed, host_sync):
+        monkeypatch.setattr(module, "half_types", lambda kind: [torch.bfloat16])
+    for module in (paged_moe_checks, paged_moe_speed):
+        monkeypatch.setattr(module, "torch_device", lambda kind: torch.device("cpu"))
+    monkeypatch.setitem(paged_moe_speed.SHAPES, DeviceKind.CUDA, paged_moe_speed.SHAPES[DeviceKind.EMULATED])
+    monkeypatch.setattr(staging_speed, "NUM_BYTES", 1 << 16)
     monkeypatch.setattr(small_batches, "ACTIVATIONS_BYTES", 0)
-    small = small_batches.measure_small_batches(check, DeviceKind.EMULATED, options, run, 0.0)
-    modes: list[str] = []
+    monkeypatch.setattr(gpu_check, "describe_gpu", lambda kind: {"gpu": "a double"})
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    found = host_sync.host_sync_checks(DeviceKind.EMULATED, run)
-    assert run.result["failed"] == []
-    assert {row["arm"] for row in arms["rows"]} == {*ARMS}
-    assert max(arms["difference_from_cgopipe"].values()) == 0.0
-    assert any("pinned" in line for line in arms["memory"])
-    assert len(small["rows"]) == 9
-    assert [row["found"] for row in found] == ["ok"] * 3
-    assert modes == ["error", "default"] * 3
-    assert len(doubles) == len(run.result["checks"]["results"]) + 2 + 3
+    run = emulated_run(tmp_path)
+    run_stages(check_for(DeviceKind.EMULATED, 0.0), DeviceKind.CUDA, tmp_path, run)
+    show(run.result, Console(quiet=True))
+    result = json.loads(run.path.read_text())
+    assert result["failed"] == []
+    assert {entry["status"] for entry in result["stages"].values()} == {"ok"}
+    names = names_of(result["checks"]["results"])
+    assert f"{result_checks.PAGEABLE} torch.bfloat16" in names
+    assert "cgopipe, experts fetched torch.float32" not in names, "of which the Triton kernel has none"
+    assert {row["arm"] for row in result["arms"]["rows"]} == {*ARMS}
+    assert max(result["arms"]["difference_from_cgopipe"].values()) == 0.0
+    assert any("pinned" in line for line in result["arms"]["memory"])
+    assert result["arms"]["sweep_without_host_sync"] == "ok"
+    assert len(result["small_batches"]["rows"]) == 9
+    assert [row["found"] for row in result["host_sync"]] == ["ok"] * 3
+    assert modes == ["error", "default"] * 4
+    assert set(result["staging"]["pageable_over_pinned"]) == {"h2d_bytes_per_s", "d2h_bytes_per_s"}
+    assert set(result["summary"]["goals_met"]) == set(result["summary"]["goals"])
     for cuda in doubles:
         cuda.log.check()
 
 
-def test_a_wait_that_torch_sees_is_told_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_torch_sees_is_a_finding_and_other_errors_stay_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
 
-    def wait() -> None:
-        raise RuntimeError("called a synchronizing CUDA operation\nmore")
+    def fail(text: str) -> None:
+        raise RuntimeError(text)
 
-    assert host_sync.launches_without_host_sync(wait) == "called a synchronizing CUDA operation"
-    with pytest.raises(RuntimeError, match="other"):
-        host_sync.launches_without_host_sync(lambda: (_ for _ in ()).throw(RuntimeError("other")).send(None))
-
-
-def test_staging_is_measured_beside_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds: list[str] = []
-
-    def emulated(kind: DeviceKind, memory_bytes: int, *, host_memory: str, pageable_from_bytes: int) -> Device:
-        kinds.append(host_memory)
-        return make_device(DeviceKind.EMULATED, memory_bytes)
-
-    monkeypatch.setattr(staging_speed, "make_device", emulated)
-    rates = staging_speed.staging_speed(1 << 16)
-    assert kinds == ["pinned", "pageable"]
-    assert set(rates["pageable_over_pinned"]) == {"h2d_bytes_per_s", "d2h_bytes_per_s"}
+    wait = "called a synchronizing CUDA operation"
+    assert host_sync.launches_without_host_sync(lambda: fail(f"{wait}\nmore")) == wait
+    with pytest.raises(RuntimeError, match="another"):
+        host_sync.launches_without_host_sync(lambda: fail("another"))
 
 
 def test_an_arm_without_room_is_left_out_with_the_reason_and_the_others_go_on() -> None:
