@@ -6,6 +6,7 @@ What a part is, what it costs and in which order they come is the caller's (gpu_
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import math
@@ -171,6 +172,12 @@ class CheckRun:
         except RuntimeError as error:  # of torch's, for any error of CUDA's
             return f"CUDA does nothing more in this process: {str(error).splitlines()[0]}"
         return None
+
+
+def end_in_time(seconds: float, path: Path) -> None:
+    """Ends the process with 1 after so long, whatever hangs, with every thread's stack in a file. What CheckRun wrote
+    says which part it was. By a thread of the interpreter's own, which needs no GIL."""
+    faulthandler.dump_traceback_later(seconds, exit=True, file=path.open("w"))
 
 
 def _told(error: BaseException) -> Row:

@@ -10,7 +10,6 @@ emulated` does the same in small on any CPU.
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import shutil
 import subprocess
@@ -25,7 +24,7 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.check_run import CheckRun
+from benchmarks.check_run import CheckRun, end_in_time
 from benchmarks.fp64_checks import kernel_checks
 from benchmarks.gpu_device import DeviceKind, describe_gpu
 from benchmarks.gpu_plan import Check, capped, check_for, options_of, plan_for, predicted_and_measured
@@ -177,9 +176,8 @@ def main(
     if on_gpu and not torch.cuda.is_available():
         raise typer.BadParameter("torch.cuda sees no GPU here; --device emulated runs anywhere")
     folder.mkdir(parents=True, exist_ok=True)
-    if on_gpu:  # from a thread that needs no GIL: whatever hangs, the process ends in time and says where
-        stacks = (folder / "gpu_check.stacks").open("w")
-        faulthandler.dump_traceback_later(60.0 * max(LEAST_MINUTES, max_minutes), exit=True, file=stacks)
+    if on_gpu:
+        end_in_time(60.0 * max(LEAST_MINUTES, max_minutes), folder / "gpu_check.stacks")
     check = check_for(device, device_memory_gib)
     run = CheckRun(folder / "gpu_check.json", console, 60.0 * max_minutes * (1 - WRAP_UP_RATIO), on_gpu)
     run_stages(check, device, folder, run)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from benchmarks.decoder_engine import DecoderEngine, Sequences, make_caches
 from benchmarks.round_figures import spread
 from benchmarks.torch_decoder import CPU, DecoderConfig, MatrixDrawer, MoeDecoder
-from vllm_moe_lightning.config import MoeLightningConfig
+from vllm_moe_lightning.config import MoeLightningConfig, ScheduleName
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.errors import DeviceMemoryError
 from vllm_moe_lightning.pipeline.counters import PipelineCounters
@@ -88,21 +88,30 @@ class GpuEngine:
 
     def measure(self, name: str, num_steps: int) -> None:
         """Add a round of an arm: steps back to back, after one that fills the pipeline its way."""
-        executor = self.engine.executor
-        executor.policy = replace(executor.policy, schedule="cgopipe" if name == STOCK else name)
         if name == STOCK:
-            with self._stock_step() as (num_seqs, step):
+            with self._under("cgopipe"), self._stock_step() as (num_seqs, step):
                 if num_seqs:
-                    self.add_round(self.arms.setdefault(STOCK, Arm(num_seqs)), step, num_steps)
+                    arm = self.arms.setdefault(STOCK, Arm(num_seqs))
+                    assert arm.num_seqs == num_seqs, "another room than in the round before"
+                    self.add_round(arm, step, num_steps)
             return
         if name in self.null_reasons:
             return
         try:
-            self.add_round(self.arms[name], self.take, num_steps)
+            with self._under(name):
+                self.add_round(self.arms[name], self.take, num_steps)
         except DeviceMemoryError as error:  # S4's frames: two micro-batches' context
             self.null_reasons[name] = str(error).splitlines()[0]
+
+    @contextmanager
+    def _under(self, schedule: ScheduleName) -> Iterator[None]:
+        """S4's frames are given back after it: the stock-like arm has its KV in this room."""
+        executor = self.engine.executor
+        executor.policy = replace(executor.policy, schedule=schedule)
+        try:
+            yield
         finally:
-            if name == "s4" and not self.device.stalled:  # the stock-like arm has its KV in this room
+            if schedule == "s4" and not self.device.stalled:
                 self.device.synchronize()
                 self.engine.release_device_context()
 
@@ -110,10 +119,10 @@ class GpuEngine:
         """A step under the schedule in force, and its greedy tokens."""
         return self.model.greedy(self.engine.step(self.step))
 
-    def hidden_states(self, schedule: str) -> torch.Tensor:
+    def hidden_states(self, schedule: ScheduleName) -> torch.Tensor:
         """[T, H] on the host, of the step under a schedule: all compute the same."""
-        self.engine.executor.policy = replace(self.engine.executor.policy, schedule=schedule)
-        return self.engine.step(self.step).cpu()
+        with self._under(schedule):
+            return self.engine.step(self.step).cpu()
 
     def add_round(self, arm: Arm, take: Callable[[], object], num_steps: int) -> None:
         """take: a step."""

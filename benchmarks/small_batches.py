@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -63,7 +63,6 @@ def measure_small_batches(
         num_slots = _slots(bench)
         num_experts = bench.config.num_layers * bench.config.num_experts
         found |= {"expert_slots": num_slots, "num_experts": num_experts, "num_layers": bench.config.num_layers}
-        bench.engine.executor.policy = replace(bench.engine.executor.policy, schedule="cgopipe")
         steps = {count: list(_steps(bench, count)) for count in NUM_TOKENS}
         found["difference_from_streamed"] = _differences(bench, steps[max(NUM_TOKENS)][0], num_slots, found, run)
         cases = [_Case(place, count, Arm(count), cycle(steps[count])) for count in NUM_TOKENS for place in PLACES]

@@ -219,6 +219,7 @@ def test_an_arm_that_raises_sits_out_and_the_others_go_on(tmp_path: Path, monkey
     assert tried.count("serial") == 1
     assert arms["failures"]["serial"]["error"] == ["OutOfMemoryError: CUDA out of memory"]
     assert {row["arm"] for row in arms["rows"]} == {*ARMS} - {"serial"}
+    assert tried.count(STOCK) == 2, "with room for its KV in the second round too"
     assert set(arms["difference_from_cgopipe"]) == {*ARMS} - {"serial", STOCK}
     assert run.result["failed"] == ["arm serial: OutOfMemoryError: CUDA out of memory"]
 
@@ -270,10 +271,10 @@ def fail_arms(monkeypatch: pytest.MonkeyPatch, **errors: Exception) -> list[str]
     return tried
 
 
-def test_it_runs_without_vllm_and_ends_with_1_if_something_failed(tmp_path: Path) -> None:
+def test_it_runs_without_vllm_and_ends_with_1_if_something_failed_or_hangs(tmp_path: Path) -> None:
     """In a process where nothing can be imported that a bare machine with torch and this package lacks."""
     program = f"""
-import sys, typer
+import sys, time, typer
 for name in ("vllm", "transformers", "pytest", "matplotlib"):
     sys.modules[name] = None
 from benchmarks import gpu_check
@@ -282,10 +283,17 @@ def fail(run):
 gpu_check.check_cpu_kernels = fail
 gpu_check.OPTIONAL_S = dict.fromkeys(gpu_check.OPTIONAL_S, 1.0) | {{gpu_check.SMALL_BATCHES: 1e9}}
 sys.argv = ["gpu_check.py", "--device", "emulated", "--out", {str(tmp_path)!r}]
-typer.run(gpu_check.main)
+try:
+    typer.run(gpu_check.main)
+except SystemExit as ended:
+    print("ended with", ended.code, flush=True)
+gpu_check.end_in_time(0.2, gpu_check.Path({str(tmp_path / "stacks")!r}))
+time.sleep(60)  # as a part that hangs
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1, ended.stderr
+    assert "ended with 1" in ended.stdout, ended.stderr
+    assert ended.returncode == 1
+    assert 'File "<string>", line' in (tmp_path / "stacks").read_text()
     result = json.loads((tmp_path / "gpu_check.json").read_text())
     assert result["failed"] == ["CPU kernels against float64: RuntimeError: no such instruction"]
     assert list(result["dropped"])[-1] == gpu_check.SMALL_BATCHES
