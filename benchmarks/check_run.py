@@ -131,9 +131,11 @@ class CheckRun:
         self._let_go()  # out here nothing holds the failed part's frames any more, and so its memory
         return Attempt(failure=failure)
 
-    def check(self, group: str, name: str, error_of: Callable[[], float], limit: float) -> None:
+    def check(
+        self, group: str, name: str, error_of: Callable[[], float], limit: float, *, needs_device: bool = True
+    ) -> None:
         """A row of a table of checks: an error against its limit."""
-        attempt = self.attempt(error_of)
+        attempt = self.attempt(error_of, needs_device=needs_device)
         row: Row = {"check": name, "limit": limit}
         if attempt.value is None:
             row |= {"ok": False, "why": attempt.why, "failure": attempt.failure}

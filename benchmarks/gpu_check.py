@@ -45,8 +45,8 @@ from vllm_moe_lightning.policy.search import PlannedPolicy
 from vllm_moe_lightning.profiling import measure_machine
 
 # Seconds that a part is expected to take at most, on a GPU: with less left it is dropped. Parts come in the order of
-# their worth and hold back what later ones take, so the time runs out in this order: rounds of all arms beyond the
-# first; rounds of small batches beyond the first; then, where a part still would not end in time, the part.
+# their worth and hold back what later ones take, so what goes first are rounds beyond the first, of all arms and then
+# of small batches; then whatever part, or arm of the first round, would not end in time.
 SMALL_BATCHES, PAGE_TABLE_SPEED = "steps of few tokens", "page-table MoE kernel's speed"
 HOST_SYNC, STAGING, CPU_KERNELS = "host synchronisation", "pageable memory", "CPU kernels against float64"
 OPTIONAL_S = {SMALL_BATCHES: 60.0, PAGE_TABLE_SPEED: 30.0, HOST_SYNC: 15.0, STAGING: 20.0, CPU_KERNELS: 10.0}
@@ -117,7 +117,7 @@ def run_stages(check: Check, kind: DeviceKind, folder: Path, run: CheckRun) -> N
 
 def check_cpu_kernels(run: CheckRun) -> None:
     for row in kernel_checks():
-        run.check("cpu_kernels", row["check"], lambda row=row: row["error"], row["limit"])
+        run.check("cpu_kernels", row["check"], lambda row=row: row["error"], row["limit"], needs_device=False)
 
 
 def measured_profile(check: Check, folder: Path, result: dict[str, Any]) -> HardwareProfile:

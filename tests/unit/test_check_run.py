@@ -94,12 +94,14 @@ def test_after_a_stall_what_needs_the_device_is_not_run_and_says_why(make_run: M
     assert run.stage("device", lambda: 1) is None
     assert run.stage("host", lambda: 1, needs_device=False) == 1
     run.check("group", "a check", lambda: 0.0, 1.0)
+    run.check("group", "on the host", lambda: 0.0, 1.0, needs_device=False)
     result = on_disk(run)
     assert result["stages"]["device"] == result["stages"]["device"] | {
         "status": "not run",
         "reason": "the device has stalled",
     }
     assert result["checks"]["group"][0]["why"] == "the device has stalled"
+    assert result["checks"]["group"][1]["ok"]
     assert [line.partition(":")[0] for line in result["failed"]] == ["stalls", "device", "a check"]
 
 
