@@ -59,7 +59,7 @@ def _further_rounds(check: Check, bench: GpuEngine, arms: dict[str, Any], run: C
 
 
 def _round(index: int, check: Check, bench: GpuEngine, arms: dict[str, Any], run: CheckRun) -> None:
-    """Of all arms, whichever failed before left out; of the first round the least that the goals want is never dropped."""
+    """Of all arms but those that failed before. Of the first round, what the goals want is never dropped."""
     for position in range(len(ARMS)):
         name = ARMS[(index + position) % len(ARMS)]
         if name in arms["failures"]:
