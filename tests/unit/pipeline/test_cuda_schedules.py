@@ -6,8 +6,11 @@ the hazard. That no GPU ran these calls is what is left to benchmarks/gpu_check.
 """
 
 import logging
+import mmap
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -24,6 +27,7 @@ from vllm_moe_lightning.device import EmulatedDevice
 from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, HazardError
 
 SMALL = DecoderConfig(num_layers=3)
+PAGE, MIB = mmap.PAGESIZE, 1 << 20
 
 
 def first_hazard(log: StreamLog) -> str:
@@ -77,6 +81,42 @@ def test_so_it_is_for_other_shapes(name: str, config: DecoderConfig, options: di
     cuda = RecordingCuda(late=True)
     assert all_equal(run_on_double(cuda, config, name, **options), plain_run(config, COUNT))
     cuda.log.check()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at_once", "late"])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_kv_that_lie_across_registrations_come_over_as_if_in_one(name: str, late: bool) -> None:
+    """The double refuses a copy that crosses an edge, as the driver does."""
+    cuda = RecordingCuda(late=late)
+    device = cuda.device(poison=True, pin_chunk_bytes=PAGE)
+    config = DecoderConfig(num_layers=3, head_dim=24)  # a KV block of one page and a half
+    options: dict[str, Any] = {"num_micro_batches": COUNT, "page_mib": 1.5 * PAGE / MIB}
+    with make_engine(config, device=device, schedule=name, **options) as engine:
+        assert all_equal(run(engine), plain_run(config, COUNT))
+    cuda.log.check()
+    from_host = [copied for copied in cuda.copied if copied.stream == "h2d" and copied.source is not None]
+    assert all(low // PAGE == (high - 1) // PAGE for low, high in (copied.source or (0, 1) for copied in from_host))
+    cut = {copied.label.partition("(")[0] for copied in joined(from_host) if len(copied.calls) > 1}
+    assert cut >= ({"weight_page", "kv_load"} if name == "s4" else {"weight_page"})
+
+
+@dataclass
+class Joined:
+    label: str
+    calls: list[Copied]
+
+
+def joined(copied: Iterable[Copied]) -> list[Joined]:
+    """Of one operation, calls whose host memory and device memory go on where the last call's end."""
+    found: list[Joined] = []
+    for each in copied:
+        last = found[-1].calls[-1] if found else None
+        goes_on = last is not None and each.source is not None and last.source is not None
+        if goes_on and (last.label, last.source[1], last.target[1]) == (each.label, each.source[0], each.target[0]):
+            found[-1].calls.append(each)
+        else:
+            found.append(Joined(each.label, [each]))
+    return found
 
 
 @pytest.mark.parametrize(("name", "wait"), [entry for entry in WAITS if entry not in ORDER_ONLY])
