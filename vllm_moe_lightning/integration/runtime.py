@@ -180,6 +180,8 @@ class Runtime:
         prefill = context = None
         self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
         if not self._attends_on_device:
+            for layer in self._attention_layers:
+                layer.impl.bring_sinks_to_host()
             prefill = prefill_of(self.options, self.device.kind, self._attention_layers)
             context = context_limits_of(self.options, self.device.kind, self._attention_layers, self._vllm_config)
             self._paths = self._host_attention_paths(prefill, context)
