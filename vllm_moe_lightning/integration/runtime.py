@@ -34,7 +34,7 @@ from vllm_moe_lightning.integration.trace_requests import TraceRequests
 from vllm_moe_lightning.integration.unstreamed_experts import prepare_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
-from vllm_moe_lightning.numa import cpus_of_rank, interleave, nodes_of
+from vllm_moe_lightning.numa import cpus_beside_gpu, cpus_of_rank, interleave, nodes_of
 from vllm_moe_lightning.pipeline.attention_path import AttentionInForward, AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.context_frames import ContextFrames
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
@@ -59,13 +59,28 @@ def stream_cpus(ranks: NodeRanks) -> list[int]:
     """CPUs for our threads: not the one that vLLM binds the launching thread to, which they would keep interrupting.
 
     New threads inherit the launching thread's mask; the process that started the worker was not bound. Where nothing
-    is bound, this rank's share of the CPUs that we may use; where there is nothing else, the bound one.
+    is bound, this rank's share of the CPUs that we may use, and of those beside its GPU if they are among them; where
+    there is nothing else, the bound one.
     """
     own = os.sched_getaffinity(0)
     if not is_bound_by_vllm():
-        return cpus_of_rank(sorted(own), ranks.index, ranks.count)
+        return _share_of_cpus(sorted(own), ranks)
     parent = os.sched_getaffinity(os.getppid())
     return sorted(parent - own if own < parent else own)
+
+
+def _share_of_cpus(cpus: list[int], ranks: NodeRanks) -> list[int]:
+    near = cpus_beside_gpu(cpus, ranks.index, ranks.gpu_nodes)
+    if near:
+        logger.info("moe_lightning: CPU attention has %d CPUs of memory node %d, the GPU's", len(near), ranks.gpu_node)
+        return near
+    if ranks.gpu_node is not None:
+        logger.warning(
+            "moe_lightning: the GPU hangs on memory node %d, none of whose CPUs this process may use (affinity mask or "
+            "cpuset): CPU attention runs on other nodes' CPUs, and copies cross over from there",
+            ranks.gpu_node,
+        )
+    return cpus_of_rank(cpus, ranks.index, ranks.count)
 
 
 def is_bound_by_vllm() -> bool:
@@ -83,6 +98,7 @@ class Runtime:
         self.options = options
         self._plan = plan_of(vllm_config)
         cpus = self._cpus = stream_cpus(ranks)
+        self._gpu_node = ranks.gpu_node
         self.device = make_device("cuda" if is_cuda() else "emulated", options, cpus)
         is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
         num_ranks = 1 if is_bound_by_vllm() else ranks.count
@@ -276,9 +292,10 @@ class Runtime:
                 attention.kv_cache.view(torch.uint8).fill_(0xFF)
 
     def _spread_kv_caches(self) -> None:
-        """Over the memory nodes of the attention threads, where there is more than one."""
+        """Over the memory nodes of the attention threads, where the machine has more than one: beside a GPU that is its
+        own, to which pages first touched elsewhere go."""
         nodes = sorted(set(nodes_of(self._cpus).values()))
-        if len(nodes) < 2:
+        if len(nodes) < 2 and self._gpu_node is None:
             return
         try:
             for attention in self._attention_layers:
