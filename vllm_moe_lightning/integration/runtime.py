@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from vllm_moe_lightning.config import MoeLightningConfig, parse_options
 from vllm_moe_lightning.device.factory import make_device
 from vllm_moe_lightning.engine_plan import plan_of, weight_difference
 from vllm_moe_lightning.errors import UnsupportedError
-from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.cpu_experts import CpuExperts
 from vllm_moe_lightning.integration.fetched_experts import FetchedExpertPlaces
@@ -30,11 +27,12 @@ from vllm_moe_lightning.integration.offloader import (
 from vllm_moe_lightning.integration.peers import NodeRanks
 from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
+from vllm_moe_lightning.integration.thread_places import attention_threads, stream_cpus
 from vllm_moe_lightning.integration.trace_requests import TraceRequests
 from vllm_moe_lightning.integration.unstreamed_experts import prepare_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
-from vllm_moe_lightning.numa import cpus_beside_gpu, cpus_of_rank, interleave, nodes_of
+from vllm_moe_lightning.numa import interleave, nodes_of
 from vllm_moe_lightning.pipeline.attention_path import AttentionInForward, AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.context_frames import ContextFrames
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
@@ -56,40 +54,6 @@ logger = init_logger("vllm.vllm_moe_lightning.runtime")
 CHANGEABLE_WHILE_RUNNING = ("num_micro_batches", "lookahead", "schedule")
 
 
-def stream_cpus(ranks: NodeRanks) -> list[int]:
-    """CPUs for our threads: not the one that vLLM binds the launching thread to, which they would keep interrupting.
-
-    New threads inherit the launching thread's mask; the process that started the worker was not bound. Where nothing
-    is bound, this rank's share of the CPUs that we may use, and of those beside its GPU if they are among them; where
-    there is nothing else, the bound one.
-    """
-    own = os.sched_getaffinity(0)
-    if not is_bound_by_vllm():
-        return _share_of_cpus(sorted(own), ranks)
-    parent = os.sched_getaffinity(os.getppid())
-    return sorted(parent - own if own < parent else own)
-
-
-def _share_of_cpus(cpus: list[int], ranks: NodeRanks) -> list[int]:
-    near = cpus_beside_gpu(cpus, ranks.index, ranks.gpu_nodes)
-    if near:
-        logger.info("moe_lightning: CPU attention has %d CPUs of memory node %d, the GPU's", len(near), ranks.gpu_node)
-        return near
-    if ranks.gpu_node is not None:
-        logger.warning(
-            "moe_lightning: the GPU hangs on memory node %d, none of whose CPUs this process may use (affinity mask or "
-            "cpuset): CPU attention runs on other nodes' CPUs, and copies cross over from there",
-            ranks.gpu_node,
-        )
-    return cpus_of_rank(cpus, ranks.index, ranks.count)
-
-
-def is_bound_by_vllm() -> bool:
-    """Only the CPU build binds ranks, and only those that it starts itself: neither Ray's nor one in the user's own
-    process."""
-    return not is_cuda() and multiprocessing.parent_process() is not None
-
-
 class Runtime:
     """Lives as long as the worker. `take_over` is called when the weights are loaded, `attach` when the model is
     complete."""
@@ -101,11 +65,8 @@ class Runtime:
         cpus = self._cpus = stream_cpus(ranks)
         self._gpu_node = ranks.gpu_node
         self.device = make_device("cuda" if is_cuda() else "emulated", options, cpus)
-        is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
-        num_ranks = 1 if is_bound_by_vllm() else ranks.count
-        num_cpus = max(1, min(len(cpus), usable_cpus() // num_ranks))  # a cgroup's quota may be less than its CPUs
-        default_threads = num_cpus if is_launcher_apart else max(1, num_cpus - 1)
-        self._pool = AttentionPool(options.attention_threads or default_threads, cpus)
+        measured = 0 if self._plan is None else self._plan.attention_threads
+        self._pool = AttentionPool(attention_threads(options.attention_threads, measured, cpus, ranks), cpus)
         self._decoder_layers: list[torch.nn.Module] = []
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
@@ -131,9 +92,9 @@ class Runtime:
             largest = max(layer.num_bytes for layer in self._experts)
             _warn_of_difference("the experts of a layer", self._plan.expert_layer_bytes, largest)
         if self._was_cast:
-            for layer in self._experts:
-                for name, parameter in layer.parameters.items():
-                    refuse_overflow(f"{layer.name} ({name})", parameter.data)
+            for experts in self._experts:
+                for name, parameter in experts.parameters.items():
+                    refuse_overflow(f"{experts.name} ({name})", parameter.data)
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self._bring_the_rest_to_the_device()
