@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks.torch_decoder import DecoderConfig
-from tests.helpers.decoder import all_equal, make_engine, plain_dummy, plain_run, run, run_dummy, steps_of
+from tests.helpers.decoder import all_close, all_equal, make_engine, plain_dummy, plain_run, run, run_dummy, steps_of
 from tests.helpers.recording_cuda import Copied, RecordingCuda
 from tests.helpers.stream_log import StreamLog
 from tests.helpers.touched_memory import TouchedMemory
@@ -28,6 +28,7 @@ from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, Hazar
 
 SMALL = DecoderConfig(num_layers=3)
 PAGE, MIB = mmap.PAGESIZE, 1 << 20
+ACROSS = DecoderConfig(num_layers=3, head_dim=24)  # a KV block of one page and a half
 
 
 def first_hazard(log: StreamLog) -> str:
@@ -87,17 +88,34 @@ def test_so_it_is_for_other_shapes(name: str, config: DecoderConfig, options: di
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_and_kv_that_lie_across_registrations_come_over_as_if_in_one(name: str, late: bool) -> None:
     """The double refuses a copy that crosses an edge, as the driver does."""
+    cut, results = run_across_registrations(name, late=late)
+    assert all_equal(results, plain_run(ACROSS, COUNT))
+    assert cut >= ({"weight_page", "kv_load"} if name == "s4" else {"weight_page"})
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at_once", "late"])
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [({"prefill_context": "link"}, "kv_load"), ({"experts": "fetched", "expert_slots": 8}, "experts_fetch")],
+    ids=["context", "fetched"],
+)
+def test_so_do_context_and_single_experts(options: dict[str, Any], label: str, late: bool) -> None:
+    cut, results = run_across_registrations("cgopipe", late=late, **options)
+    assert all_close(results, plain_run(ACROSS, reference=True))
+    assert label in cut
+
+
+def run_across_registrations(name: str, *, late: bool, **options: Any) -> tuple[set[str], list[torch.Tensor]]:
+    """(copies from the host, by their labels, that took several calls; the steps' results)"""
     cuda = RecordingCuda(late=late)
     device = cuda.device(poison=True, pin_chunk_bytes=PAGE)
-    config = DecoderConfig(num_layers=3, head_dim=24)  # a KV block of one page and a half
-    options: dict[str, Any] = {"num_micro_batches": COUNT, "page_mib": 1.5 * PAGE / MIB}
-    with make_engine(config, device=device, schedule=name, **options) as engine:
-        assert all_equal(run(engine), plain_run(config, COUNT))
+    options = {"num_micro_batches": COUNT, "page_mib": 1.5 * PAGE / MIB, **options}
+    with make_engine(ACROSS, device=device, schedule=name, **options) as engine:
+        results = run(engine)
     cuda.log.check()
     from_host = [copied for copied in cuda.copied if copied.stream == "h2d" and copied.source is not None]
     assert all(low // PAGE == (high - 1) // PAGE for low, high in (copied.source or (0, 1) for copied in from_host))
-    cut = {copied.label.partition("(")[0] for copied in joined(from_host) if len(copied.calls) > 1}
-    assert cut >= ({"weight_page", "kv_load"} if name == "s4" else {"weight_page"})
+    return {copied.label.partition("(")[0] for copied in joined(from_host) if len(copied.calls) > 1}, results
 
 
 @dataclass
