@@ -20,22 +20,22 @@ class CudaClock:
         self._runtime = runtime
         self._idle_stream = runtime.new_stream("clock")  # gets no work, so that its events wait for none
         self._origin: tuple[EventHandle, float] = (None, 0.0)  # one value, for the threads that read it meanwhile
-        self._renewed_s = 0.0
+        self._tried_s = 0.0
 
     def set(self, stream: StreamHandle) -> None:
         """Blocks the host until the stream is idle."""
         event = self._runtime.record(stream)
         self._runtime.host_wait(event, None)
-        self._renewed_s = time.monotonic()
-        self._origin = event, self._renewed_s
+        self._tried_s = time.monotonic()
+        self._origin = event, self._tried_s
 
     def keep_recent(self) -> None:
         """Takes a new origin where the old one is old, without waiting for what the GPU is at. One that does not come
         at once is left for the next time."""
         begin_s = end_s = time.monotonic()
-        if begin_s - self._renewed_s < RENEW_AFTER_S:
+        if begin_s - self._tried_s < RENEW_AFTER_S:
             return
-        self._renewed_s = begin_s
+        self._tried_s = begin_s
         event = self._runtime.record(self._idle_stream)
         while not self._runtime.is_complete(event):
             end_s = time.monotonic()

@@ -2,8 +2,8 @@
 
 Not torch's pinned allocator, which rounds every block up to a power of two and so takes up to twice the weights. Every
 registration's result is checked, and one that fails takes back what it had pinned. Decides where buffers lie and which
-of them are pinned; copies are the streams', who cut them at the edges of registrations: the driver takes a copy whose
-host side spans two for an invalid argument.
+of them are pinned; copies are the streams', who cut them at the edges of registrations: drivers have refused a copy
+whose host side spans two as an invalid argument.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_so_it_is_for_other_shapes(name: str, config: DecoderConfig, options: di
 @pytest.mark.parametrize("late", [False, True], ids=["at_once", "late"])
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_and_kv_that_lie_across_registrations_come_over_as_if_in_one(name: str, late: bool) -> None:
-    """The double refuses a copy that crosses an edge, as the driver does."""
+    """The double refuses a copy that crosses an edge."""
     cut, results = run_across_registrations(name, late=late)
     assert all_equal(results, plain_run(ACROSS, COUNT))
     assert cut >= ({"weight_page", "kv_load"} if name == "s4" else {"weight_page"})
