@@ -66,6 +66,8 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     attention_threads: int = 0
     """Of each rank's CPU attention, when the machine was measured that the plan is for and that the engine runs on. 0:
     the figures are of another machine, or the plan has no attention on the CPU."""
+    prompts_on_device: bool = True
+    """Attention of prompts without cached context."""
     context_query_tokens: int = 0
     """New tokens of a row with cached context from which on the context comes up to the device. 0: never."""
     cpu_expert_layers: list[tuple[int, int]] = []

@@ -3,8 +3,8 @@
 
 Kernels of the compute stream run at once, in the launching thread. Copies run at once too, or (`late`) only when an
 event forces them, so that a forgotten wait reads what was there before. What comes too early for the GPU and not for
-the launching thread cannot show in a result; the log's check (stream_log.py) finds it. As drivers have done, it refuses a
-copy that crosses the edge of a registration.
+the launching thread cannot show in a result; the log's check (stream_log.py) finds it. It refuses a copy
+that crosses the edge of a registration, as drivers have done.
 """
 
 from __future__ import annotations

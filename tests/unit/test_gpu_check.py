@@ -67,6 +67,7 @@ def test_predicted_stands_beside_measured_for_each_resource(result: Result) -> N
     assert set(resources) == {"gpu", "cpu", "h2d", "d2h"}
     assert all(entry["predicted_s"] > 0 and entry["measured_s"] > 0 for entry in resources.values())
     assert result["plan"]["policy"]["num_resident_layers"] == 0
+    assert not result["plan"]["policy"]["prompts_on_gpu"]  # nor are they in an engine on the emulated device
 
 
 def test_an_emulated_run_says_so_and_is_not_judged(result: Result) -> None:

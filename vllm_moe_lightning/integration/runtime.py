@@ -25,6 +25,7 @@ from vllm_moe_lightning.integration.offloader import (
     paged_modules,
 )
 from vllm_moe_lightning.integration.peers import NodeRanks
+from vllm_moe_lightning.integration.plain_experts import put_kernel_in_place
 from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
 from vllm_moe_lightning.integration.thread_places import attention_threads, stream_cpus
@@ -102,6 +103,7 @@ class Runtime:
         self.executor = PipelineExecutor(
             self.device, store, self._path_of, len(decoder_layers), policy, self.options.debug.remove_wait
         )
+        put_kernel_in_place(decoder_layers, self.options.expert_kernel)
         for index, layer in enumerate(decoder_layers):
             layer.register_forward_pre_hook(lambda *_: self._running.layer_entry())
             if store.num_pages(index):

@@ -16,7 +16,7 @@ from vllm_moe_lightning.hardware import GIB
 from vllm_moe_lightning.host_limits import available_memory_bytes
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
-from vllm_moe_lightning.integration.configure import options_in_force
+from vllm_moe_lightning.integration.configure import needs_plain_experts, options_in_force
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import experts_stay_unpacked, register_paged_experts
 from vllm_moe_lightning.integration.exposition import log_run, metrics_directory, metrics_labels
@@ -77,7 +77,7 @@ class MoELightningWorker(_Base):
         set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        unpacked = nullcontext() if self._options.experts == "device" else experts_stay_unpacked()
+        unpacked = experts_stay_unpacked() if needs_plain_experts(self._options) else nullcontext()
         with freed_tensors_leave_the_process(), packed_experts_stay_pageable(), unpacked:
             super().load_model(*args, **kwargs)
             self._offloader.post_init()
