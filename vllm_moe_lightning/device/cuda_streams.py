@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 
 from vllm_moe_lightning.device.base import ComputeStream, CopyStream, Event, OperationRecord, Stream, StreamTotals
+from vllm_moe_lightning.device.cuda_clock import CudaClock
 from vllm_moe_lightning.device.cuda_runtime import CudaRuntime, EventHandle, StreamHandle
 from vllm_moe_lightning.device.hazards import StreamObserver
 from vllm_moe_lightning.device.native_stream import FILL_LABEL, NativeHostTaskStream, NativeStream
@@ -37,24 +38,6 @@ class Operation:
     num_bytes: int
     counts: bool
     owners: object
-
-
-class CudaClock:
-    """Event times on time.monotonic()'s clock. Set anew from time to time, since events count in 32-bit floats."""
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-        self._event: EventHandle = None
-        self._event_s = 0.0
-
-    def set(self, stream: StreamHandle) -> None:
-        """Blocks the host until the stream is idle."""
-        self._event = self._runtime.record(stream)
-        self._runtime.host_wait(self._event, None)
-        self._event_s = time.monotonic()
-
-    def time_s(self, event: EventHandle) -> float:
-        return self._event_s + self._runtime.seconds_between(self._event, event)
 
 
 @dataclass(frozen=True)
@@ -157,6 +140,8 @@ class CudaStream(Stream):
     def _begin(self, label: str, reads: Sequence[str], writes: Sequence[str]) -> EventHandle:
         """Submits an operation; its commands follow."""
         self._settle()
+        if self.records.maxlen:
+            self._shared.clock.keep_recent()
         self._seq += 1
         if self._hazards is not None:
             self._hazards.operation(self.name, label, reads, writes)
@@ -216,15 +201,17 @@ class CudaCopyStream(CudaStream, CopyStream):
             self._require_side(on_host, label, on_device=False)
         start = self._begin(label, reads, writes)
         num_bytes = 0
-        for to, source in zip(dst, src, strict=True):
-            if to.nbytes:
-                self._copy(as_bytes(to), as_bytes(source))
-                num_bytes += to.nbytes
-        self._end(label, start, num_bytes, (*dst, *src))
+        try:
+            for to, source in zip(dst, src, strict=True):
+                if to.nbytes:
+                    self._copy(as_bytes(to), as_bytes(source))
+                    num_bytes += to.nbytes
+        finally:  # what was given to the GPU before an error runs all the same
+            self._end(label, start, num_bytes, (*dst, *src))
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         if self._host_memory.is_pinned(src if self._to_device else dst):
-            self._runtime.copy(self.handle, dst, src)
+            self._copy_pinned(dst, src)
             return
         assert self._staging is not None, "copies of pageable memory were let through without a staging buffer"
         before_s = self._staging.wait_s
@@ -234,21 +221,30 @@ class CudaCopyStream(CudaStream, CopyStream):
             self._staging.download(self.handle, dst, src)
         self.wait_s += self._staging.wait_s - before_s
 
+    def _copy_pinned(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Cut at the edges of registrations, which no copy may cross."""
+        sizes = self._host_memory.piece_sizes(dst if self._runtime.is_on_device(src) else src)
+        for to, source in zip(dst.split(sizes), src.split(sizes), strict=True):
+            self._runtime.copy(self.handle, to, source)
+
     def fill(self, dst: torch.Tensor, byte: int, *, writes: Sequence[str]) -> None:
         if not 0 <= byte <= 255:
             raise ValueError(f"fill: {byte} is not a byte")
         on_device = self._runtime.is_on_device(dst)
         self._require_side(dst, FILL_LABEL, on_device=on_device)
         start = self._begin(FILL_LABEL, (), writes)
-        raw = as_bytes(dst)
-        if not raw.numel():
-            pass
-        elif on_device:
+        try:
+            if dst.nbytes:
+                self._fill(as_bytes(dst), byte, on_device=on_device)
+        finally:
+            self._end(FILL_LABEL, start, 0, dst, counts=False)
+
+    def _fill(self, raw: torch.Tensor, byte: int, *, on_device: bool) -> None:
+        if on_device:
             self._runtime.fill(self.handle, raw, byte)
-        else:  # the GPU has no fill for host memory
-            for piece in raw.split(PATTERN_BYTES):
-                self._runtime.copy(self.handle, piece, self._pattern(byte)[: piece.numel()])
-        self._end(FILL_LABEL, start, 0, dst, counts=False)
+            return
+        for piece in raw.split(PATTERN_BYTES):  # the GPU has no fill for host memory
+            self._copy_pinned(piece, self._pattern(byte)[: piece.numel()])
 
     def _pattern(self, byte: int) -> torch.Tensor:
         if byte not in self._patterns:
@@ -258,7 +254,7 @@ class CudaCopyStream(CudaStream, CopyStream):
 
     def stage_through(self, memory: torch.Tensor) -> None:
         """Copies of pageable memory are allowed from now on. memory: [num_bytes] uint8, pinned."""
-        self._staging = StagingBuffer(self._runtime, memory, self.wait_on_host)
+        self._staging = StagingBuffer(self._runtime, memory, self._copy_pinned, self.wait_on_host)
 
     def _require_side(self, tensor: torch.Tensor, label: str, *, on_device: bool) -> None:
         where = "the GPU" if on_device else "the host"

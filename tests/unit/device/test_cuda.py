@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.helpers.recording_cuda import RecordingCuda
+from tests.helpers.recording_cuda import DoubleStream, RecordingCuda
 from vllm_moe_lightning.device import CudaDevice
 from vllm_moe_lightning.errors import (
     DeviceMemoryError,
@@ -149,6 +149,40 @@ def test_operations_are_named_ranges_for_a_profiler_unless_switched_off(
         with device.compute.span("pre(0,0)", reads=[], writes=[]):
             pass
     assert cuda.ranges == ["pre(0,0)"]
+
+
+def test_a_copy_that_fails_leaves_no_range_open_and_its_memory_held(
+    make_device: MakeDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device()
+    host, frame = device.allocate_host(KIB, "host").tensor, device.allocate(KIB, "frame").tensor
+    source = torch.full((KIB,), 9, dtype=torch.uint8)
+    copy, calls = cuda.copy, []
+
+    def second_fails(stream: DoubleStream, dst: torch.Tensor, src: torch.Tensor) -> None:
+        calls.append(stream)
+        if len(calls) > 1:
+            raise RuntimeError("CUDA error: invalid argument")
+        copy(stream, dst, src)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(cuda, "copy", second_fails)
+    monkeypatch.setattr(cuda, "fill", fail)
+    alive = weakref.ref(source)
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        device.h2d.fill(frame, 9, writes=["frame"])
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        device.d2h.copy([host[:512], host[512:]], source.split(512), "qkv", reads=["source"], writes=["host"])
+    assert cuda.ranges == ["fill", "qkv"]
+    assert not cuda.open_ranges
+    del source
+    gc.collect()
+    assert alive() is not None, "the first half of the copy still reads it"
+    device.d2h.synchronize()
+    assert (host[:512] == 9).all()
+    assert device.totals()["d2h"].num_bytes == 512
 
 
 def test_a_wait_of_the_native_thread_for_the_gpu_is_not_busy_time(make_device: MakeDevice) -> None:
