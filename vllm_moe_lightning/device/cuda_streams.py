@@ -7,6 +7,7 @@ what it then counts as waiting.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ class CudaStream(Stream):
         self._hazards = shared.hazards
         self._seq = 0
         self._in_flight: deque[Operation] = deque()
+        self._settling = threading.Lock()
         self._busy_s = 0.0
         self._num_bytes = 0
         self._num_operations = 0
@@ -133,13 +135,11 @@ class CudaStream(Stream):
 
     def drain_records(self) -> list[OperationRecord]:
         self._settle()
-        records = list(self.records)
-        self.records.clear()
-        return records
+        return [self.records.popleft() for _ in range(len(self.records))]  # one by one: others may append meanwhile
 
     def _begin(self, label: str, reads: Sequence[str], writes: Sequence[str]) -> EventHandle:
         """Submits an operation; its commands follow."""
-        self._settle()
+        self._settle(is_urgent=False)
         if self.records.maxlen:
             self._shared.clock.keep_recent()
         self._seq += 1
@@ -156,16 +156,22 @@ class CudaStream(Stream):
         end = self._runtime.record(self._stream)
         self._in_flight.append(Operation(label, start, end, num_bytes, counts, owners))
 
-    def _settle(self) -> None:
-        """Count what is over, and let go of its memory."""
-        while self._in_flight and self._runtime.is_complete(self._in_flight[0].end):
-            done = self._in_flight.popleft()
-            self._busy_s += self._runtime.seconds_between(done.start, done.end)
-            self._num_bytes += done.num_bytes
-            self._num_operations += done.counts
-            if self.records.maxlen:
-                times_s = self._shared.clock.time_s(done.start), self._shared.clock.time_s(done.end)
-                self.records.append(OperationRecord(self.name, done.label, *times_s, done.num_bytes))
+    def _settle(self, *, is_urgent: bool = True) -> None:
+        """Count what is over, and let go of its memory. Threads that publish figures and traces do so too; whoever need
+        not know the counts leaves it to them."""
+        if not self._settling.acquire(blocking=is_urgent):
+            return
+        try:
+            while self._in_flight and self._runtime.is_complete(self._in_flight[0].end):
+                done = self._in_flight.popleft()
+                self._busy_s += self._runtime.seconds_between(done.start, done.end)
+                self._num_bytes += done.num_bytes
+                self._num_operations += done.counts
+                if self.records.maxlen:
+                    times_s = self._shared.clock.time_s(done.start), self._shared.clock.time_s(done.end)
+                    self.records.append(OperationRecord(self.name, done.label, *times_s, done.num_bytes))
+        finally:
+            self._settling.release()
 
     def _oldest_label(self) -> str:
         self._settle()

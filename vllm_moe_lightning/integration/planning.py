@@ -216,8 +216,8 @@ def _fastest_place(request: EngineRequest, cache_dtype: str) -> PlannedEngine:
     options = request.options
     if options.attention == "device":
         return EnginePlanning(request, attention_on_device=True).plan()
-    # A cache in 8 bits with scales is ours alone, and so are the other schedules and several micro-batches; where prompts
-    # are attended to is a question only where decode attention is on the CPU.
+    # A cache in 8 bits with scales is ours alone, and so are the other schedules and several micro-batches. Where
+    # prompts are attended to is a question only where decode attention is on the CPU.
     is_ours = cache_dtype in QUANTISED_TYPES or options.schedule != "cgopipe"
     is_of_prompts = options.prefill_attention == "cpu" or options.prefill_context != "auto"
     if options.attention == "cpu" or is_ours or is_of_prompts or options.num_micro_batches not in (None, 1):

@@ -3,6 +3,8 @@
 
 import gc
 import re
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -275,3 +277,38 @@ def test_bad_options_are_refused_with_their_value(cuda: RecordingCuda) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             CudaDevice(runtime=cuda, **options)  # type: ignore[arg-type]
+
+
+def test_figures_that_other_threads_ask_for_meanwhile_are_exact(
+    make_device: MakeDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device()
+    frame, host = device.allocate(KIB, "frame"), device.allocate_host(KIB, "host")
+    device.set_recording(10_000)
+    is_complete = cuda.is_complete
+
+    def is_complete_after_a_while(event: object) -> bool:
+        time.sleep(1e-4)  # another thread's turn
+        return is_complete(event)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cuda, "is_complete", is_complete_after_a_while)
+    num_copies, records, is_over = 200, [], threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            device.totals()
+            records.extend(device.drain_records())
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    for _ in range(num_copies):
+        device.h2d.copy([frame.tensor], [host.tensor], "page", reads=["host"], writes=["frame"])
+        device.compute.wait_event(device.h2d.record_event())
+        device.h2d.drain()
+    is_over.set()
+    for asker in askers:
+        asker.join()
+    assert (device.totals()["h2d"].num_operations, device.totals()["h2d"].num_bytes) == (num_copies, num_copies * KIB)
+    records += device.drain_records()
+    assert [record.label for record in records].count("page") == num_copies
