@@ -197,6 +197,11 @@ def _refuse_what_needs_attention_on_the_cpu(config: MoeLightningConfig) -> None:
         )
     if config.prefill_attention == "cpu":
         raise ValueError(f"{OPTIONS_KEY}.prefill_attention: 'cpu' with attention 'device'; drop one of the two")
+    if config.prefill_context != "auto":
+        raise ValueError(
+            f"{OPTIONS_KEY}.prefill_context: {config.prefill_context!r} with attention 'device', where context is "
+            "anyway; drop one of the two"
+        )
 
 
 def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,12 @@ def device_is_cuda() -> None:
     cuda = RecordingCuda(late=True)
 
     def make_device(kind: str, options: MoeLightningConfig, cpus: Sequence[int] | None = None) -> Device:
-        return cuda.device(poison=options.debug.poison, cpus=cpus, stall_timeout_s=options.stall_timeout_s)
+        return cuda.device(
+            poison=options.debug.poison,
+            cpus=cpus,
+            stall_timeout_s=options.stall_timeout_s,
+            pin_chunk_bytes=mmap.PAGESIZE,  # so that blocks and pages lie across the edges of many registrations
+        )
 
     stats = runtime.Runtime.stats
 

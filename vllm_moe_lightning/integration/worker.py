@@ -34,7 +34,7 @@ from vllm_moe_lightning.integration.peers import (
     ranks_of_node,
     watch_peers,
 )
-from vllm_moe_lightning.integration.platform import is_cuda, worker_base
+from vllm_moe_lightning.integration.platform import gpu_memory_node, is_cuda, worker_base
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
 
@@ -70,7 +70,7 @@ class MoELightningWorker(_Base):
     def init_device(self) -> None:
         super().init_device()
         forget_shared_memory_names()
-        self._ranks = ranks_of_node()
+        self._ranks = ranks_of_node(gpu_memory_node())
         self._peers = watch_peers(self._ranks)
         self._runtime = Runtime(self.vllm_config, self._options, self._ranks)
         self._offloader = PagingOffloader(self._runtime.take_over)
