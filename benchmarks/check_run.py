@@ -125,7 +125,8 @@ class CheckRun:
         try:
             return Attempt(function())
         except Exception as error:  # whatever it is: the run has minutes on a rented machine, and other parts to show
-            failure, stalled = _told(error), isinstance(error, DeviceStalledError)
+            failure = _told(error)
+            stalled = any(isinstance(each, DeviceStalledError) for each in _chain(error))
         if self.lost is None:
             self.lost = "the device has stalled" if stalled else self._lost_cuda()
         self._let_go()  # out here nothing holds the failed part's frames any more, and so its memory
@@ -183,14 +184,20 @@ def end_in_time(seconds: float, path: Path) -> None:
 
 
 def _told(error: BaseException) -> Row:
-    chain: list[BaseException] = [error]
-    while (before := _before(chain[0])) is not None and before not in chain:
-        chain.insert(0, before)
+    chain = _chain(error)
     lines = "".join(traceback.format_exception(error)).splitlines()
     return {
         "error": [f"{type(each).__name__}: {each}"[:MOST_CHARACTERS] for each in chain],
         "traceback": [line[:MOST_CHARACTERS] for line in lines[-TRACEBACK_LINES:]],
     }
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """First to last."""
+    chain = [error]
+    while (before := _before(chain[0])) is not None and before not in chain:
+        chain.insert(0, before)
+    return chain
 
 
 def _before(error: BaseException) -> BaseException | None:

@@ -76,10 +76,9 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         console.print(f"{label}: pageable over pinned memory: {rates}")
     stages = ", ".join(f"{name} {entry.get('seconds', 0):.0f} s" for name, entry in result["stages"].items())
     console.print(f"{result['elapsed_s']:.0f} s: {stages}")
-    if (machine := result.get("machine")) is not None:
-        console.print(
-            f"{machine['gpu']} beside {machine['cpu']}, {machine['num_cpus']} CPUs, commit {machine['commit']}"
-        )
+    machine = result["machine"]
+    host = ", ".join(f"{name} {machine.get(name, 'unknown')}" for name in ("gpu", "cpu", "num_cpus", "commit"))
+    console.print(host, markup=False)
     for name, why in result["dropped"].items():
         console.print(f"DROPPED {name}: {why}", markup=False)
     for what in result["failed"]:

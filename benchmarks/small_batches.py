@@ -30,8 +30,7 @@ from vllm_moe_lightning.hardware import MIB
 NUM_TOKENS = (1, 4, 16)
 PLACES: dict[str, ExpertsPlace] = {"streamed": "device", "on the CPU": "cpu", "fetched": "fetched"}
 RESIDENT_RATIO = 0.5
-"""Of all experts, those that have room on the device where they are fetched: of four layers no more than two slots take.
-"""
+"""Of all experts, those that have room on the device where they are fetched: of four layers what two slots take."""
 MOST_ROUNDS = 3
 STEPS_PER_ROUND = 6
 NUM_STEPS = 64

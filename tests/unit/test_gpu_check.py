@@ -184,6 +184,7 @@ def test_a_stage_that_raises_costs_no_more_than_itself(tmp_path: Path, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(gpu_check, "measure_machine", fail)
+    monkeypatch.setattr(gpu_check, "describe_gpu", fail)
     monkeypatch.setattr(gpu_check, "result_checks", lambda kind, run: None)
     result = stages_of(tmp_path)
     assert result["stages"]["profile"]["error"] == ["OutOfMemoryError: CUDA out of memory"]
@@ -191,7 +192,7 @@ def test_a_stage_that_raises_costs_no_more_than_itself(tmp_path: Path, monkeypat
     assert {row["arm"] for row in result["arms"]["rows"]} == {"cgopipe", STOCK}, "with options that no plan gave"
     assert result["summary"]["prediction_error"] is None
     assert result["summary"]["throughput_over_stock_like"] > 0
-    assert [line.partition(":")[0] for line in result["failed"]] == ["profile", "plan"]
+    assert [line.partition(":")[0] for line in result["failed"]] == ["GPU", "profile", "plan"]
 
 
 def test_a_check_that_raises_or_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
