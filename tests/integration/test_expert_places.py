@@ -4,6 +4,8 @@ on the link is what had to be."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.helpers.checkpoints import ARCHITECTURES
@@ -140,3 +142,20 @@ def test_quantised_experts_that_our_kernels_do_not_know_are_refused_before_they_
     model = write_gpt_oss(tmp_path)
     with pytest.raises(EngineFailedError, match=r"does not support quantised experts with moe_lightning.*drop those"):
         run_paged(model, [Job(standard_prompts(1))], options=options, engine_args={"dtype": "bfloat16"})
+
+
+def test_a_plan_gives_fetched_experts_the_room_of_resident_layers(checkpoint, hf_result):
+    planner = {"planner": "auto", "hardware": "t4", "attention": "cpu"}
+    result = run_paged(
+        checkpoint("mixtral"),
+        [Job(standard_prompts(NUM_PROMPTS))],
+        options={**planner, "experts": "fetched", "fetched_up_to_tokens": 40},
+        engine_args={"kv_cache_memory_bytes": None},
+    )
+    (job,) = result.jobs
+    assert_same_tokens(job.token_ids, hf_result("mixtral", num_prompts=NUM_PROMPTS), "planned and fetched")
+    assert 0 < job.stats[0]["bytes_fetched"] < job.stats[0]["bytes_paged"]
+    layers = len(expert_bytes_per_layer(checkpoint("mixtral")))
+    slots = layers * experts_per_layer(checkpoint("mixtral"))
+    assert re.search(rf"expert_slots +{slots} +planned: as many as {layers} layers have", result.log)
+    assert re.search(r"fetched_up_to_tokens +40 +given", result.log)

@@ -199,6 +199,9 @@ class Runtime:
         options = self.options
         if options.experts == "device" or not self._running.store.layers:
             return all_streamed
+        if options.experts == "fetched" and options.fetched_up_to_tokens == 0:
+            logger.warning("moe_lightning: no sweep fetches experts, all stream them (fetched_up_to_tokens is 0)")
+            return all_streamed
         modules = prepare_modules(self._running, self._decoder_layers, options.experts)
         most_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         if options.experts == "fetched":
