@@ -93,7 +93,9 @@ class FetchedExperts(ExpertsPath):
             case TaskName.ROUTING_OFFLOAD:
                 self._offload(key, len(request.hidden))
             case TaskName.EXPERTS_FETCH:
-                ids = self._ids(self._down_host, key.index, len(request.hidden))
+                ids, name = self._ids(self._down_host, key.index, len(request.hidden)), _host_name(key.index)
+                # Of no bytes: says what the link is about to be told by, even if nothing has to come up.
+                self._device.h2d.copy([], [], str(key), reads=[name], writes=())
                 self._open[key.index] = _Fetch(self.residency, key, ids)
             case _:
                 raise AssertionError(f"{key} is not a task of experts that are fetched")
@@ -134,7 +136,7 @@ class _Fetch:
     """Experts on their way: those of the first wave from the construction on."""
 
     def __init__(self, residency: ExpertResidency, key: TaskKey, ids: torch.Tensor) -> None:
-        self._waves = residency.waves(key.layer, ids, str(key), reads=[_host_name(key.index)])
+        self._waves = residency.waves(key.layer, ids, str(key))
         self._first = next(self._waves, None)
 
     def waves(self) -> Iterator[Wave]:

@@ -159,15 +159,13 @@ class ExpertResidency:
         """Whether the expert has frames: it is there, or on its way."""
         return (layer, expert) in self._residents
 
-    def waves(
-        self, layer: int, topk_ids: torch.Tensor, label: str | None = None, *, reads: Sequence[str] = ()
-    ) -> Generator[Wave, None, None]:
+    def waves(self, layer: int, topk_ids: torch.Tensor, label: str | None = None) -> Generator[Wave, None, None]:
         """The experts that a step asks of a layer, each in exactly one wave: one wave with all of them if they fit.
 
         topk_ids: integers on the host, any shape; negative ones are computed elsewhere. label: of the step's copies.
-        reads: names of the buffers that the ids came in, for hazard checks. Copies start when a wave is asked for. It
-        must be used before the next one is. Close the generator (contextlib.closing) where the caller may fail: an
-        exception that is kept would keep it, and with it what the wave pins.
+        They start when a wave is asked for. It must be used before the next one is. Close the generator
+        (contextlib.closing) where the caller may fail: an exception that is kept would keep it, and with it what the
+        wave pins.
         """
         asked = [expert for expert in topk_ids.unique().tolist() if expert >= 0]
         num_experts = self.shape(layer).num_experts
@@ -186,7 +184,7 @@ class ExpertResidency:
             step = self._num_experts_per_wave
             groups = [hits, *(misses[begin : begin + step] for begin in range(0, len(misses), step))]
         for group in filter(None, groups):
-            wave = self._bring(layer, group, label, reads, is_whole_step=len(group) == len(asked))
+            wave = self._bring(layer, group, label, is_whole_step=len(group) == len(asked))
             try:
                 yield wave
             finally:  # also when the caller gives up
@@ -220,9 +218,7 @@ class ExpertResidency:
             self._device.release(name)
         self._frames, self._free, self._residents, self._tables = [], [], {}, {}
 
-    def _bring(
-        self, layer: int, experts: Collection[int], label: str | None, reads: Sequence[str], *, is_whole_step: bool
-    ) -> Wave:
+    def _bring(self, layer: int, experts: Collection[int], label: str | None, *, is_whole_step: bool) -> Wave:
         """Pins those that are there, then fetches the others. Pins none if that fails."""
         self.counters.num_waves += 1
         pinned: list[Resident] = []
@@ -233,7 +229,7 @@ class ExpertResidency:
                     pinned.append(self._pin(self._residents[layer, expert]))
             self._make_room(layer, len(missing) * self._pages[layer].num_pages)
             for expert in missing:
-                pinned.append(self._pin(self._fetch(layer, expert, label, reads)))
+                pinned.append(self._pin(self._fetch(layer, expert, label)))
         except BaseException:
             for resident in pinned:
                 self._unpin(resident)
@@ -284,7 +280,7 @@ class ExpertResidency:
         computes = resident.layer == layer and resident.last_wave == self.counters.num_waves - 1
         return computes, self._scores.of(resident.layer, resident.expert), -resident.last_wave
 
-    def _fetch(self, layer: int, expert: int, label: str | None, reads: Sequence[str]) -> Resident:
+    def _fetch(self, layer: int, expert: int, label: str | None) -> Resident:
         source, pages, h2d = self._layers[layer], self._pages[layer], self._device.h2d
         frames = tuple(self._free[-pages.num_pages :])
         buffers = [self._frames[frame] for frame in frames]
@@ -298,7 +294,7 @@ class ExpertResidency:
             dst.append(buffer.tensor[: raw.numel()])
         names = [buffer.name for buffer in buffers]
         label = f"expert({layer},{expert})" if label is None else f"{label} (expert {expert})"
-        h2d.copy(dst, src, label, reads=[source.buffer_name, *reads], writes=names)
+        h2d.copy(dst, src, label, reads=[source.buffer_name], writes=names)
         del self._free[-pages.num_pages :]  # not before: a copy that failed leaves them free
         self._tables[layer].set(expert, [buffer.tensor.data_ptr() for buffer in buffers])
         self.counters.pages_moved += len(frames)
