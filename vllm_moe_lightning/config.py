@@ -93,8 +93,8 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     up by itself and the hottest stay on the device; in larger ones layers are streamed. Unquantised SiLU experts only;
     on the CPU build, with our own kernel."""
     expert_slots: PositiveInt | None = None
-    """With experts `fetched`: how many experts have room on the device. Default: what the plan would give to resident
-    layers; without planner as many as a layer has."""
+    """With experts `fetched`: how many experts have room on the device, beside the slots of whole layers. Default: as
+    many as a layer has."""
     fetched_up_to_tokens: NonNegativeInt | None = None
     """With experts `fetched`: the largest sweep that fetches. Default: as long as that is predicted to be faster;
     without planner as long as half of a layer's experts are asked for, if all are asked for alike."""

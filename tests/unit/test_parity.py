@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from vllm_moe_lightning.parity import TIE, Distances, EngineAnswers, distances_from, first_difference, judge
+from vllm_moe_lightning.parity import (
+    TIE,
+    Distances,
+    EngineAnswers,
+    Streaming,
+    distances_from,
+    first_difference,
+    judge,
+)
 
 STATS: dict[str, Any] = {
     "sweeps": 4, "dummy_sweeps": 1, "refills": 1, "bytes_per_sweep": 1000, "bytes_of_first_layer": 500,
@@ -62,6 +70,23 @@ def test_pages_that_did_not_move_show(change: dict[str, int], said: str) -> None
     ours = replace(OURS, stats={**STATS, **change})
     assert wrong(ours) == ["bytes paged"]
     assert said in judge(STOCK, ours).verdict()
+
+
+def test_where_not_all_is_streamed_something_must_move_unless_all_is_on_the_cpu() -> None:
+    fetching, idle = Streaming(is_whole=False), Streaming(is_whole=False, is_idle=True)
+    some = replace(OURS, stats={**STATS, "bytes_paged": 700, "bytes_fetched": 300})
+    assert judge(STOCK, some, streaming=fetching).is_right
+    assert "700 in 5 sweeps, 300 of them fetched" in judge(STOCK, some, streaming=fetching).verdict()
+    none = replace(OURS, stats={**STATS, "bytes_paged": 0, "bytes_fetched": 0})
+    assert not judge(STOCK, none, streaming=fetching).is_right
+    assert judge(STOCK, none, streaming=idle).is_right
+    assert not judge(STOCK, replace(OURS, stats=None), streaming=idle).is_right
+
+
+def test_experts_that_stock_vllm_packs_are_not_compared_with_those_that_lie_as_loaded() -> None:
+    parity = judge(STOCK, replace(OURS, checksums={}), streaming=Streaming(is_packed=False))
+    assert parity.is_right
+    assert "not compared" in parity.verdict()
 
 
 def test_stock_vllm_in_our_place_is_not_taken_for_us() -> None:

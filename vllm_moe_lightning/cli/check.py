@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_moe_lightning.cli.usage import checked
+from vllm_moe_lightning.cli.usage import MoreOptions, checked, with_others
 
 if TYPE_CHECKING:
     from vllm_moe_lightning.parity import CheckReport
@@ -46,6 +46,7 @@ def check(
             "'hidden_load<-attention'."
         ),
     ] = None,
+    option: MoreOptions = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where findings and settings go, as JSON.")] = None,
 ) -> None:
     """Check that paging changes no answer: run stock vLLM, then this engine, on your model and prompts, and compare.
@@ -66,6 +67,7 @@ def check(
         dtype=dtype.value,
         num_micro_batches=num_micro_batches,
         plant=plant,
+        options=checked(lambda: with_others({}, option or [])),
     )
     try:
         with tempfile.TemporaryDirectory(prefix="moe-lightning-check-") as scratch:

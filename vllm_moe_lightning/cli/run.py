@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from vllm_moe_lightning.cli.plan import KvCacheType
-from vllm_moe_lightning.cli.usage import checked
+from vllm_moe_lightning.cli.usage import MoreOptions, checked, with_others
 from vllm_moe_lightning.errors import MoeLightningError
 
 
@@ -52,13 +50,7 @@ def run(
     device_memory_mib: Annotated[float | None, typer.Option(help="Budget of the emulated device.")] = None,
     h2d_gb_per_s: Annotated[float | None, typer.Option(help="Speed of the emulated link.")] = None,
     trace_file: Annotated[Path | None, typer.Option(help="Chrome trace of the last sweeps.")] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Any other of the README's options, again for each: experts=fetched, stall_timeout_s=60.",
-        ),
-    ] = None,
+    option: MoreOptions = None,
     show_texts: Annotated[bool, typer.Option(help="Print the answers.")] = True,
 ) -> None:
     """Answer a file of prompts with the experts paged, and report what moved and what was busy."""
@@ -79,7 +71,7 @@ def run(
     job = BulkJob(
         model=model,
         prompts_file=prompts,
-        options=checked(lambda: _with_others(flags, option or [])),
+        options=checked(lambda: with_others(flags, option or [])),
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
@@ -94,20 +86,3 @@ def run(
     except MoeLightningError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-
-
-def _with_others(flags: dict[str, Any], others: Sequence[str]) -> dict[str, Any]:
-    """others: `name=value`, the value as JSON, or as it stands where it is none. Raises ValueError for what is given
-    twice, or without a value; names and values are for parse_options to judge."""
-    options = dict(flags)
-    for other in others:
-        name, separator, text = other.partition("=")
-        if not separator:
-            raise ValueError(f"--option {other}: expected NAME=VALUE")
-        if name in options:
-            raise ValueError(f"--option {other}: {name} is given twice, the other time as {options[name]!r}")
-        try:
-            options[name] = json.loads(text)
-        except json.JSONDecodeError:
-            options[name] = text
-    return options

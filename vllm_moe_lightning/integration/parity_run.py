@@ -11,19 +11,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from vllm.platforms import current_platform
 
 from vllm_moe_lightning.checkpoint_view import StoredModel
 from vllm_moe_lightning.config import OPTIONS_KEY, parse_options
 from vllm_moe_lightning.errors import MoeLightningError, UnsupportedError
 from vllm_moe_lightning.host_limits import available_memory_bytes
 from vllm_moe_lightning.integration.bulk_run import read_prompts
+from vllm_moe_lightning.integration.configure import needs_plain_experts
 from vllm_moe_lightning.integration.parity_prompts import PROMPTS
 from vllm_moe_lightning.integration.register import WORKER_CLS
 from vllm_moe_lightning.model_config import DTYPE_BYTES, FAMILIES, read_model_spec
-from vllm_moe_lightning.parity import CheckReport, EngineAnswers, distances_from, judge
+from vllm_moe_lightning.parity import CheckReport, EngineAnswers, Streaming, distances_from, judge
 
 MIB, GIB = 1 << 20, 1 << 30
 ENGINE_MODULE = "vllm_moe_lightning.integration.parity_engine"
@@ -57,6 +60,8 @@ class CheckRequest:
     num_micro_batches: int = 3
     plant: str | None = None
     """A fault of our engine, to see that it is found: ZERO_PAGE, or the name of a wait that is left out."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of our engine, beside those that the check sets."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +171,7 @@ def check(
         "planted": request.plant,
         "our_options": options,
     }
-    return CheckReport(judge(stock, ours, distances), settings, stock, ours)
+    return CheckReport(judge(stock, ours, distances, streaming_of(request.options)), settings, stock, ours)
 
 
 def layers_that_fit(stored: StoredModel, width: float, available_bytes: int) -> int:
@@ -222,10 +227,21 @@ def _options(request: CheckRequest, stored: StoredModel, num_layers: int, width:
     elif request.plant is not None:
         debug["remove_wait"] = request.plant
     options = {"planner": "off", "num_micro_batches": request.num_micro_batches, "debug": debug}
+    if own := sorted(set(request.options) & set(options)):
+        raise ValueError(f"--option: {', '.join(own)} is set by check itself; drop it, or use check's own options")
     if layer_bytes := stored.expert_bytes(num_layers - 1) * width:
         options["page_mib"] = min(64.0, max(4096.0, layer_bytes / PAGES_PER_LAYER) / MIB)
+    options |= request.options
     parse_options(options)
     return options
+
+
+def streaming_of(options: Mapping[str, Any]) -> Streaming:
+    """What to expect on the link, and of the experts' bytes, under such options."""
+    parsed = parse_options({**options, "planner": "off"})
+    is_whole = parsed.experts == "device" and not parsed.num_resident_layers
+    is_unpacked = current_platform.is_cpu() and needs_plain_experts(parsed)
+    return Streaming(is_whole=is_whole, is_idle=parsed.experts == "cpu", is_packed=not is_unpacked)
 
 
 def _float32_of(

@@ -19,8 +19,9 @@ from vllm_moe_lightning.integration.parity_run import (
     EngineJob,
     check,
     layers_that_fit,
+    streaming_of,
 )
-from vllm_moe_lightning.parity import EngineAnswers
+from vllm_moe_lightning.parity import EngineAnswers, Streaming
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +69,32 @@ def test_a_planted_fault_is_an_option_of_our_engine(
     stock, ours = jobs_of(CheckRequest(model, plant=plant), tmp_path)
     assert "additional_config" not in stock.engine_args
     assert option.items() <= ours.engine_args["additional_config"]["moe_lightning"]["debug"].items()
+
+
+def test_further_options_are_our_engine_s_and_those_of_the_check_stay(model: Path, tmp_path: Path) -> None:
+    more = {"experts": "fetched", "expert_slots": 4}
+    stock, ours = jobs_of(CheckRequest(model, options=more), tmp_path)
+    assert "additional_config" not in stock.engine_args
+    assert more.items() <= ours.engine_args["additional_config"]["moe_lightning"].items()
+    with pytest.raises(ValueError, match="--option: debug, planner is set by check itself"):
+        jobs_of(CheckRequest(model, options={"debug": {}, "planner": "auto"}), tmp_path)
+    with pytest.raises(ValueError, match="expert_slots"):
+        jobs_of(CheckRequest(model, options={"expert_slots": 4}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, Streaming()),
+        ({"num_resident_layers": 1}, Streaming(is_whole=False)),
+        ({"experts": "cpu"}, Streaming(is_whole=False, is_idle=True, is_packed=False)),
+        ({"experts": "fetched"}, Streaming(is_whole=False, is_packed=False)),
+        ({"expert_kernel": "torch"}, Streaming(is_packed=False)),
+    ],
+    ids=str,
+)
+def test_what_is_to_be_seen_follows_from_the_options(options: dict[str, Any], expected: Streaming) -> None:
+    assert streaming_of(options) == expected
 
 
 def test_fewer_layers_are_a_checkpoint_of_their_own(model: Path, tmp_path: Path) -> None:
