@@ -94,6 +94,7 @@ class Runtime:
         self._attention_layers: list[Any] = []
         self._paths: dict[str, AttentionPath] = {}
         self._reads_context = False
+        self._context_frames: ContextFrames | None = None
         self.executor: PipelineExecutor | None = None
         self._report: RunReport | None = None
         self._trace: TraceRing | None = None
@@ -225,6 +226,8 @@ class Runtime:
             (impl.num_heads + 2 * impl.num_kv_heads) * impl.head_size * element_bytes
             for impl in (layer.impl for layer in self._attention_layers)
         )
+        if context is not None:
+            self._context_frames = ContextFrames(self.device, self._cache_of, context.num_blocks)
         host = HostAttention(
             self.device,
             self._pool,
@@ -232,7 +235,7 @@ class Runtime:
             bytes_per_token,
             attention_fault(self.options.debug),
             prefill,
-            None if context is None else ContextFrames(self.device, self._cache_of, context.num_blocks),
+            self._context_frames,
         )
         per_token = sum(
             kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes, impl.cache_kind)
@@ -269,6 +272,8 @@ class Runtime:
             for number, cache in enumerate(shared.values()):
                 whole = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
                 self.device.pin(whole, f"KV cache {number}")
+        if self._context_frames is not None:
+            self._context_frames.allocate()
         if self.device.poison:  # NaN bytes in every block, so that a read of a row nobody wrote shows
             for attention in self._attention_layers:
                 attention.kv_cache.view(torch.uint8).fill_(0xFF)

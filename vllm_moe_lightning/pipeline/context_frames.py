@@ -35,7 +35,8 @@ class _Context:
     """`in_frame` for torch's operations, where frames are no memory of the CPU's."""
 
     @classmethod
-    def of(cls, rows: AttentionRows, block_size: int, device: Device) -> _Context:
+    def of(cls, rows: AttentionRows, cache: HostKvCache, device: Device) -> _Context:
+        block_size = cache.block_size
         starts, seq_lens = rows.query_start.tolist(), rows.seq_lens.tolist()
         position_of: dict[int, int] = {}
         loaded: set[int] = set()
@@ -56,8 +57,9 @@ class _Context:
         host_blocks = tuple(position_of)
         on_gpu = None
         if device.torch_device.type != "cpu":
+            key_bytes = cache.block_bytes // (cache.num_kv_heads * block_size)
             on_gpu = PagedRows.of(
-                table, rows.query_start, rows.seq_lens, in_frame.slot_mapping, block_size, device.to_device
+                table, rows.query_start, rows.seq_lens, in_frame.slot_mapping, block_size, key_bytes, device.to_device
             )
         return cls(rows, in_frame, host_blocks, tuple(_adjacent(sorted(loaded), host_blocks)), on_gpu)
 
@@ -75,8 +77,8 @@ def _adjacent(positions: Sequence[int], host_blocks: Sequence[int]) -> Iterator[
 
 
 class ContextFrames:
-    """Loads contexts and attends over them. `cache_of(layer)`: the layer's host cache. num_blocks: of a frame; None: as
-    many as a sweep needs."""
+    """Loads contexts and attends over them. `cache_of(layer)`: the layer's host cache. num_blocks: of a frame, which
+    `allocate` then makes at start; None: as many as a sweep needs, made when it comes."""
 
     def __init__(self, device: Device, cache_of: Callable[[int], HostKvCache], num_blocks: int | None = None) -> None:
         self._device = device
@@ -93,13 +95,20 @@ class ContextFrames:
         if not rows:
             return
         cache = self._cache_of(0)
-        self._contexts = {i: _Context.of(entry, cache.block_size, self._device) for i, entry in rows.items()}
-        needed = max(self._num_blocks or 0, *(len(context.host_blocks) for context in self._contexts.values()))
-        needed *= cache.block_bytes
-        if len(self._frames) < NUM_FRAMES or self._frames[0].tensor.numel() < needed:
+        self._contexts = {i: _Context.of(entry, cache, self._device) for i, entry in rows.items()}
+        self._ensure(max(len(context.host_blocks) for context in self._contexts.values()))
+
+    def allocate(self) -> None:
+        """Once there is a cache. In the middle of serving is no time to find that the device has no room."""
+        assert self._num_blocks is not None, "frames as large as a sweep needs"
+        self._ensure(self._num_blocks)
+
+    def _ensure(self, num_blocks: int) -> None:
+        num_bytes = max(num_blocks, self._num_blocks or 0) * self._cache_of(0).block_bytes
+        if len(self._frames) < NUM_FRAMES or self._frames[0].tensor.numel() < num_bytes:
             self.release()
             for index in range(NUM_FRAMES):  # one by one: the second may not fit, and the first is then given back
-                self._frames.append(self._device.allocate(needed, f"kv_frame[{index}]"))
+                self._frames.append(self._device.allocate(num_bytes, f"kv_frame[{index}]"))
 
     def release(self) -> None:
         """Gives the frames' memory back until the next sweep. The caller has waited for all that touches them."""
@@ -166,10 +175,8 @@ class ContextFrames:
             )
         blocks = memory.view(cache.blocks.dtype).view(-1, *cache.blocks.shape[1:])
         torch_attention.append(blocks, new_key, new_value, context.on_gpu)
-        output.copy_(
-            torch_attention.paged_attention(
-                query, blocks, context.on_gpu, scale=options.scale, sliding_window=options.sliding_window
-            )
+        torch_attention.paged_attention(
+            query, blocks, context.on_gpu, output, scale=options.scale, sliding_window=options.sliding_window
         )
 
 

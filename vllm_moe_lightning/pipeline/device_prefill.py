@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from vllm_moe_lightning.kernels.sdpa import attend_to_prompt
 from vllm_moe_lightning.pipeline.attention import AttentionOptions
 
 
@@ -31,8 +32,7 @@ class DevicePrefill(Protocol):
 
 
 class TorchPrefill:
-    """By torch's scaled_dot_product_attention, prompt by prompt: on CUDA its flash or memory-efficient kernels, which
-    every GPU that vLLM supports has one of."""
+    """By torch's scaled_dot_product_attention, prompt by prompt (kernels/sdpa.py)."""
 
     def supports(self, options: AttentionOptions) -> bool:
         return options.sinks is None and options.soft_cap == 0.0
@@ -48,25 +48,13 @@ class TorchPrefill:
     ) -> None:
         begin = 0
         for length in lengths:
-            end = begin + length
-            q, k, v = (tensor[begin:end].transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-            windowed = 0 < options.sliding_window < length
-            mask = _band(length, options.sliding_window, query.device) if windowed else None
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
+            prompt = slice(begin, begin + length)
+            attend_to_prompt(
+                query[prompt],
+                key[prompt],
+                value[prompt],
+                output[prompt],
                 scale=options.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
+                sliding_window=options.sliding_window,
             )
-            output[begin:end].copy_(attended.squeeze(0).transpose(0, 1))
-            begin = end
-
-
-def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """bool [length, length]: a token sees itself and the window - 1 tokens before it."""
-    token = torch.arange(length, device=device)
-    distance = token[:, None] - token[None, :]
-    return (distance >= 0) & (distance < window)
+            begin += length
