@@ -1,9 +1,9 @@
 """A mixture-of-experts decoder in plain torch, the engine's model where there is no vLLM.
 
-Between its two yields per layer (entry and attention) it does what a vLLM model does. Who pauses it and who computes
-attention is the caller's: the engine (decoder_engine.py), or nobody and a plain call (`kernel_attention`,
-`reference_attention`). Letters in shapes: T tokens, H hidden, E experts, I intermediate, Hq query heads, Hk key/value
-heads, D head_dim.
+Between its yields (a layer's entry, attention, and experts that are not at hand) it does what a vLLM model does. Who
+pauses it, who computes attention and where experts are is the caller's: the engine (decoder_engine.py), or nobody and a
+plain call (`kernel_attention`, `reference_attention`). Letters in shapes: T tokens, H hidden, E experts, K of a token,
+I intermediate, Hq query heads, Hk key/value heads, D head_dim.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from vllm_moe_lightning.weights.store import ExpertLayer
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, query [T, Hq, D], key [T, Hk, D], value [T, Hk, D]) -> output [T, Hq, D]"""
+
+Experts = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""(layer, hidden [T, H], weights float32 [T, K], ids [T, K]) -> output [T, H] of the routed experts, which somebody
+else computed; None: they are at hand."""
 
 ROPE_BASE = 10_000.0
 CPU = torch.device("cpu")
@@ -70,6 +74,10 @@ class MatrixDrawer:
         return torch.nn.Parameter(data, requires_grad=False)
 
 
+def at_hand(layer: int, hidden: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> None:
+    """No experts are elsewhere."""
+
+
 class SparseMlp:
     """Router and experts, with the experts stacked as vLLM stacks them. One expert and no router if dense."""
 
@@ -81,14 +89,17 @@ class SparseMlp:
         self.w13 = draw_ffn(num_experts, 2 * config.intermediate, config.hidden)  # [E, 2I, H]
         self.w2 = draw_ffn(num_experts, config.hidden, config.intermediate)  # [E, H, I]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, layer: int, x: torch.Tensor, elsewhere: Experts) -> torch.Tensor:
         """x: [T, H] -> [T, H]. Grouped by expert, so that each expert's weights are read once."""
-        w13, w2 = self.w13.data, self.w2.data
         if self.router is None:
-            return self._expert(x, w13[0], w2[0])
+            return self._expert(x, self.w13.data[0], self.w2.data[0])
         probabilities = torch.softmax((x @ self.router.T).float(), dim=-1)
         weights, experts = probabilities.topk(self.top_k, dim=-1)
-        weights = (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype)
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+        if (computed := elsewhere(layer, x, weights, experts)) is not None:
+            return computed
+        w13, w2 = self.w13.data, self.w2.data
+        weights = weights.to(x.dtype)
         if x.is_cuda:
             dense = torch.zeros_like(probabilities, dtype=x.dtype).scatter_(1, experts, weights)
             return self._every_expert(x, w13, w2, dense)
@@ -133,7 +144,7 @@ class DecoderLayer:
         tensors = [self.qkv, self.o_proj, *([mlp.w13, mlp.w2] if mlp.router is None else [mlp.router])]
         return sum(tensor.nbytes for tensor in tensors)
 
-    def __call__(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, attend: Attend, elsewhere: Experts) -> torch.Tensor:
         """x: [T, H], positions: [T] -> [T, H]"""
         config = self.config
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
@@ -141,7 +152,7 @@ class DecoderLayer:
         query, key, value = qkv.split(heads, dim=1)
         attended = attend(self.index, _rotate(query, positions), _rotate(key, positions), value)
         x = x + attended.flatten(1) @ self.o_proj.T
-        return x + self.mlp(_norm(x))
+        return x + self.mlp(self.index, _norm(x), elsewhere)
 
 
 class MoeDecoder:
@@ -166,12 +177,13 @@ class MoeDecoder:
         positions: torch.Tensor,  # [T]
         attend: Attend,
         pause: Callable[[], None] = lambda: None,
+        elsewhere: Experts = at_hand,
     ) -> torch.Tensor:
-        """Hidden states [T, H]. `pause` is called at each layer's entry."""
+        """Hidden states [T, H]. `pause` is called at each layer's entry, `elsewhere` where a layer has experts."""
         x = self.embedding.data[token_ids] * self.config.hidden**0.5
         for layer in self.layers:
             pause()
-            x = layer(x, positions, attend)
+            x = layer(x, positions, attend, elsewhere)
         return _norm(x)
 
     def greedy(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.decoder_engine import DecoderEngine, Sequences, Step, make_caches, no_attention, plain_step
-from benchmarks.torch_decoder import DecoderConfig, MoeDecoder, reference_attention
+from benchmarks.decoder_experts import Elsewhere, plain_experts
+from benchmarks.torch_decoder import DecoderConfig, MoeDecoder, at_hand, reference_attention
 from vllm_moe_lightning.config import parse_options
 from vllm_moe_lightning.device import Device, EmulatedDevice
 from vllm_moe_lightning.kv_cache_type import ElementKind
@@ -41,7 +42,9 @@ def make_engine(
     kind: ElementKind | None = None,
     **options: Any,
 ) -> DecoderEngine:
-    """`device`: one, or arguments of EmulatedDevice; `options`: moe_lightning's. Close it, or use it as a context."""
+    """`device`: one, or arguments of EmulatedDevice; `options`: moe_lightning's, of which experts="cpu" or "fetched"
+    (expert_slots, fetched_up_to_tokens), prefill_attention="device" and prefill_context="link" move work. Close it, or
+    use it as a context."""
     made = device if isinstance(device, Device) else EmulatedDevice(**(device or {}))
     num_blocks = NUM_SEQS * MAX_LEN // BLOCK_SIZE
     caches = make_caches(config, num_blocks, BLOCK_SIZE, device=made, kind=kind)
@@ -60,8 +63,10 @@ def run_dummy(engine: DecoderEngine) -> torch.Tensor:
 
 
 @cache
-def plain_dummy(config: DecoderConfig = DEFAULT) -> torch.Tensor:
-    return MoeDecoder(config).forward(DUMMY_TOKENS, torch.arange(len(DUMMY_TOKENS)), no_attention)
+def plain_dummy(config: DecoderConfig = DEFAULT, experts: Elsewhere | None = None) -> torch.Tensor:
+    model = MoeDecoder(config)
+    elsewhere = at_hand if experts is None else plain_experts(model, experts)
+    return model.forward(DUMMY_TOKENS, torch.arange(len(DUMMY_TOKENS)), no_attention, elsewhere=elsewhere)
 
 
 @cache
@@ -72,13 +77,27 @@ def plain_run(
     *,
     reference: bool = False,
     kind: ElementKind | None = None,
+    experts: Elsewhere | None = None,
 ) -> list[torch.Tensor]:
-    """The same without the engine: bit by bit what it must give, or (reference) in plain torch, up to rounding."""
+    """The same without the engine: bit by bit what it must give, or (reference) in plain torch, up to rounding.
+
+    experts: by the kernel of that place; fetched ones bit by bit if a micro-batch's experts have room all at once, else
+    up to rounding (`all_close`)."""
     model = MoeDecoder(config)
     caches = make_caches(config, NUM_SEQS * MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, kind=kind)
     attention = {"attention": reference_attention} if reference else {}
-    return [plain_step(model, caches, step, num_micro_batches, **attention) for step in steps_of(lens, config)]
+    return [
+        plain_step(model, caches, step, num_micro_batches, experts=experts, **attention)
+        for step in steps_of(lens, config)
+    ]
 
 
 def all_equal(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
     return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def all_close(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bool:
+    """Up to rounding of float32: sums in another order."""
+    return len(got) == len(expected) and all(
+        torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(got, expected, strict=True)
+    )

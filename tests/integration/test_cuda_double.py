@@ -23,6 +23,7 @@ VARIANTS = {
     "prompts on the device": {"prefill_attention": "device", "prefill_context": "link", "num_resident_layers": 1},
     "attention on the device": {"attention": "device"},
     "experts on the CPU": {"experts": "cpu"},
+    "experts fetched": {"experts": "fetched", "expert_slots": 6, "fetched_up_to_tokens": 40},
 }
 
 
@@ -44,6 +45,7 @@ def test_the_engine_on_cuda_streams_gives_the_same_tokens_and_every_conflict_is_
         assert stats["num_calls"] > 100
         assert stats["pinned"] > 0
         assert (stats["bytes_paged"] == 0) == (variant == "experts on the CPU")
+        assert (stats["bytes_fetched"] > 0) == (variant == "experts fetched")
 
 
 def test_the_proof_fails_where_a_wait_is_removed(checkpoint):

@@ -321,6 +321,19 @@ def test_float16_is_as_near_to_float32_as_stock(checkpoint):
     assert "dtype=torch.float16" in result.log
 
 
+@pytest.mark.parametrize("part", ["experts", "o_proj.weight"])
+def test_a_bfloat16_checkpoint_that_float16_cannot_hold_is_refused_by_name(part, tmp_path):
+    """B34. The loader's copy makes infinite what is over 65504, and says nothing."""
+
+    def make_one_value_large(tensors):
+        name = min(name for name in tensors if part in name and "layers.1" in name)
+        tensors[name][0, 0] = 1e5
+
+    model = edit_tensors(write_checkpoint(tmp_path, "mixtral", dtype=torch.bfloat16), make_one_value_large)
+    with pytest.raises(EngineFailedError, match=rf"layers\.1\..*{part}.* can't be held in float16: 1 of its"):
+        run_paged(model, [Job(standard_prompts(1))], engine_args={"dtype": "float16"})
+
+
 def test_dtype_auto_is_what_stock_makes_of_it_and_is_logged(checkpoint):
     """B34. vLLM takes a float32 checkpoint as bfloat16 and says so; we run what it chose."""
     model, prompts = checkpoint("mixtral"), standard_prompts(8)

@@ -91,3 +91,17 @@ def test_without_the_planner_what_only_it_reads_is_refused(options: dict[str, An
     parse_options(options)
     with pytest.raises(ValueError, match=f"nobody reads .*{next(iter(options))}"):
         parse_options({"planner": "off", **options})
+
+
+@pytest.mark.parametrize("option", ["expert_slots", "fetched_up_to_tokens"])
+@pytest.mark.parametrize("place", ["device", "cpu", "auto"])
+def test_an_option_of_fetched_experts_is_refused_with_other_places(option: str, place: str) -> None:
+    with pytest.raises(ValueError, match=rf"with experts '{place}' nobody reads \['{option}'\]; drop them, or set"):
+        parse_options({"experts": place, option: 4})
+
+
+def test_options_of_fetched_experts_arrive() -> None:
+    config = parse_options({"experts": "fetched", "expert_slots": 12, "fetched_up_to_tokens": 0})
+    assert (config.expert_slots, config.fetched_up_to_tokens) == (12, 0)
+    with pytest.raises(ValueError, match="expert_slots"):
+        parse_options({"experts": "fetched", "expert_slots": 0})

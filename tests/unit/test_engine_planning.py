@@ -238,3 +238,33 @@ def test_the_disk_of_a_profile_is_not_planned_with_since_the_engine_reads_none()
     small_host = replace_struct(T4, cpu=replace_struct(T4.cpu, memory_bytes=64 * GIB))
     with pytest.raises(PolicyInfeasibleError, match="host: streamed experts"):
         plan(replace(request(), profile=small_host))
+
+
+def test_slots_of_fetched_experts_are_what_resident_layers_would_take() -> None:
+    larger = {"device_memory_mib": 24 << 10}
+    whole, made = plan(request(**larger)), plan(request(experts="fetched", **larger))
+    assert whole.num_resident_layers > 1
+    assert (made.expert_slots, made.num_resident_layers) == (8 * whole.num_resident_layers, 0)
+    assert made.reasons["expert_slots"] == f"planned: as many as {whole.num_resident_layers} layers have"
+    assert made.fetched_up_to_tokens >= 4
+    # Large sweeps stream all layers, and the prediction says so.
+    assert made.predicted.generated_tokens_per_s < whole.predicted.generated_tokens_per_s
+
+
+def test_given_slots_take_their_room_and_what_is_left_is_resident() -> None:
+    whole, made = plan(request()), plan(request(experts="fetched", expert_slots=8, fetched_up_to_tokens=3))
+    assert made.expert_slots == 8
+    assert made.num_resident_layers == whole.num_resident_layers - 1
+    assert (made.fetched_up_to_tokens, made.reasons["fetched_up_to_tokens"]) == (3, "given")
+    assert planned(request(experts="fetched", expert_slots=8)).policy.fits
+
+
+def test_more_slots_than_the_device_holds_are_refused_with_need_and_have() -> None:
+    with pytest.raises(PolicyInfeasibleError, match="GPU: slots of fetched experts"):
+        plan(request(experts="fetched", expert_slots=256))
+
+
+def test_without_fetched_experts_there_are_no_slots() -> None:
+    made = plan(request())
+    assert (made.expert_slots, made.fetched_up_to_tokens) == (0, 0)
+    assert "expert_slots" not in made.reasons

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace as replace_struct
 
-from vllm_moe_lightning.experts_place import cpu_expert_layers
+from vllm_moe_lightning.experts_place import cpu_expert_layers, fetched_up_to_tokens, tokens_asking_for
 from vllm_moe_lightning.hardware_presets import preset_profile
 from vllm_moe_lightning.model_config import spec_from_config
 from vllm_moe_lightning.workload import HrmPolicy
@@ -43,3 +43,31 @@ def test_a_link_as_fast_as_host_memory_leaves_the_cpu_alone() -> None:
 def test_the_table_ends_with_the_largest_sweep(most_tokens: int) -> None:
     table = cpu_expert_layers(MIXTRAL, T4, POLICY, context=200.0, most_tokens=most_tokens)
     assert table[-1][0] <= most_tokens
+
+
+ALL_SLOTS = MIXTRAL.num_moe_layers * MIXTRAL.num_experts
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "least", "most"), [(8, 4, 8), (ALL_SLOTS // 2, 8, 4096), (ALL_SLOTS, 4096, 4096)]
+)
+def test_sweeps_fetch_as_long_as_that_moves_less(num_slots: int, least: int, most: int) -> None:
+    """With a T4's link, 8 tokens ask for 7 of 8 experts; with all of them on the device nothing is ever to be moved."""
+    assert least <= fetched_up_to_tokens(MIXTRAL, T4, POLICY, 200.0, num_slots, 4096) <= most
+
+
+def test_more_slots_never_make_fetching_worth_less() -> None:
+    tokens = [fetched_up_to_tokens(MIXTRAL, T4, POLICY, 200.0, slots, 4096) for slots in (8, 32, 64, 128, 192, 256)]
+    assert tokens == sorted(tokens)
+
+
+def test_a_model_whose_layers_all_stay_has_nothing_to_fetch() -> None:
+    policy = replace(POLICY, num_resident_layers=MIXTRAL.num_moe_layers)
+    assert fetched_up_to_tokens(MIXTRAL, T4, policy, 200.0, 8, 4096) == 0
+
+
+@pytest.mark.parametrize(("num_experts", "top_k", "expected"), [(8, 2, 2), (128, 8, 10), (4, 4, 0), (60, 4, 10)])
+def test_tokens_that_ask_for_half_of_the_experts(num_experts: int, top_k: int, expected: int) -> None:
+    assert tokens_asking_for(0.5, num_experts, top_k) == expected
+    if expected:
+        assert 1 - (1 - top_k / num_experts) ** expected <= 0.5 < 1 - (1 - top_k / num_experts) ** (expected + 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,6 +52,13 @@ def run(
     device_memory_mib: Annotated[float | None, typer.Option(help="Budget of the emulated device.")] = None,
     h2d_gb_per_s: Annotated[float | None, typer.Option(help="Speed of the emulated link.")] = None,
     trace_file: Annotated[Path | None, typer.Option(help="Chrome trace of the last sweeps.")] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="Any other of the README's options, again for each: experts=fetched, stall_timeout_s=60.",
+        ),
+    ] = None,
     show_texts: Annotated[bool, typer.Option(help="Print the answers.")] = True,
 ) -> None:
     """Answer a file of prompts with the experts paged, and report what moved and what was busy."""
@@ -66,10 +75,11 @@ def run(
         "h2d_gb_per_s": h2d_gb_per_s,
         "trace_file": None if trace_file is None else str(trace_file.absolute()),
     }
+    flags = {name: value for name, value in given.items() if value is not None}
     job = BulkJob(
         model=model,
         prompts_file=prompts,
-        options={name: value for name, value in given.items() if value is not None},
+        options=checked(lambda: _with_others(flags, option or [])),
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,
@@ -84,3 +94,20 @@ def run(
     except MoeLightningError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
+
+
+def _with_others(flags: dict[str, Any], others: Sequence[str]) -> dict[str, Any]:
+    """others: `name=value`, the value as JSON, or as it stands where it is none. Raises ValueError for what is given
+    twice, or without a value; names and values are for parse_options to judge."""
+    options = dict(flags)
+    for other in others:
+        name, separator, text = other.partition("=")
+        if not separator:
+            raise ValueError(f"--option {other}: expected NAME=VALUE")
+        if name in options:
+            raise ValueError(f"--option {other}: {name} is given twice, the other time as {options[name]!r}")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+    return options

@@ -48,6 +48,7 @@ from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES
 from vllm_moe_lightning.pipeline.trace import write_chrome_trace
 from vllm_moe_lightning.pipeline.trace_ring import TraceRing
 from vllm_moe_lightning.policy.policy import MIB, fixed_policy
+from vllm_moe_lightning.weights.float16_cast import refuse_overflow
 from vllm_moe_lightning.weights.store import ExpertLayer, PagedWeightStore
 
 logger = init_logger("vllm.vllm_moe_lightning.runtime")
@@ -114,6 +115,10 @@ class Runtime:
         if self._plan is not None:  # before anything is allocated, which may fail for that very reason
             largest = max(layer.num_bytes for layer in self._experts)
             _warn_of_difference("the experts of a layer", self._plan.expert_layer_bytes, largest)
+        if self._was_cast:
+            for layer in self._experts:
+                for name, parameter in layer.parameters.items():
+                    refuse_overflow(f"{layer.name} ({name})", parameter.data)
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self._bring_the_rest_to_the_device()
@@ -153,6 +158,12 @@ class Runtime:
                     tensor.data = tensor.data.to(self.device.torch_device)
 
     @property
+    def _was_cast(self) -> bool:
+        """Whether the checkpoint says that it is of another type than float16, which it is loaded in."""
+        model = self._vllm_config.model_config
+        return model.dtype is torch.float16 and getattr(model.hf_config, "dtype", None) is not torch.float16
+
+    @property
     def _paged_ids(self) -> set[int]:
         """Of the parameters that the store took over."""
         return {id(p) for layer in self._experts for p in layer.parameters.values()}
@@ -171,6 +182,10 @@ class Runtime:
         other_bytes_in_layers: of the decoder layers, everything but the experts.
         """
         paged = self._paged_ids
+        if self._was_cast:
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in paged:
+                    refuse_overflow(name, parameter.data)
         of_experts = [p for layer in self._decoder_layers for p in expert_parameters(layer)]
         in_layers = {id(p) for layer in self._decoder_layers for p in layer.parameters()}
         other_bytes = other_bytes_in_layers + sum(p.nbytes for p in of_experts if id(p) not in paged)

@@ -51,7 +51,7 @@ def paged_fused_moe(
     wait. Experts without tokens cost nothing, whatever their addresses are.
 
     Raises ValueError for tensors that do not fit together, UnsupportedError where this device can't run it: no triton,
-    bfloat16 before sm_80 (see kernels/float16_cast.py), a chip older than sm_75.
+    bfloat16 before sm_80 (see weights/float16_cast.py), a chip older than sm_75.
 
     The tiles are those of vLLM's fused_moe (sorted token ids, padded per expert); the page table is ours.
     """
@@ -235,7 +235,7 @@ def check_dtype(dtype: torch.dtype, capability: int) -> None:
     if dtype == torch.bfloat16 and capability < FIRST_WITH_BFLOAT16:
         raise UnsupportedError(
             f"paged_fused_moe has no bfloat16 on sm_{capability}; run with dtype float16 "
-            "(kernels/float16_cast.py casts the weights and refuses those that overflow)"
+            "(weights/float16_cast.py refuses those that overflow)"
         )
 
 

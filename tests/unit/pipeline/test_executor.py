@@ -282,12 +282,12 @@ def fail_in_layer(engine: DecoderEngine, layer: int, number: int) -> None:
     """The number-th time that the layer's MLP is run, it raises."""
     mlp, calls = engine.model.layers[layer].mlp, 0
 
-    def count_and_run(x: torch.Tensor) -> torch.Tensor:
+    def count_and_run(*arguments: Any) -> torch.Tensor:
         nonlocal calls
         calls += 1
         if calls == number:
             raise Interruption("router")
-        return mlp(x)
+        return mlp(*arguments)
 
     engine.model.layers[layer].mlp = count_and_run  # type: ignore[assignment]
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_moe_lightning.pipeline.expert_places import ALL_STREAMED, ExpertPlaces
 from vllm_moe_lightning.pipeline.schedule import SWEEP_START, Schedule, SweepShape, make_schedule
 from vllm_moe_lightning.pipeline.tasks import Task, TaskKey, TaskName
 from vllm_moe_lightning.resources import Resource
@@ -28,6 +29,10 @@ CHAINS = {
         (TaskName.PRE_ATTENTION, TaskName.QKV_OFFLOAD, TaskName.KV_APPEND),
     ),
 }
+WITH_EXPERTS = {
+    "cpu": (TaskName.POST_ATTENTION, TaskName.EXPERTS_OFFLOAD, TaskName.EXPERTS, TaskName.EXPERTS_LOAD),
+    "fetched": (TaskName.POST_ATTENTION, TaskName.ROUTING_OFFLOAD, TaskName.EXPERTS_FETCH),
+}
 # The paper's names: D1 and D2 carry Q, K, V down and the result up, PinToG a page.
 PAPER_NAMES = {
     TaskName.PRE_ATTENTION: "Pre",
@@ -42,12 +47,19 @@ PAPER_NAMES = {
 @st.composite
 def _shapes(draw: st.DrawFn) -> SweepShape:
     num_layers = draw(st.integers(1, 6))
+    places = draw(st.lists(st.sampled_from(["streamed", "cpu", "fetched"]), min_size=num_layers, max_size=num_layers))
+    experts = ExpertPlaces(
+        on_cpu=frozenset(layer for layer, place in enumerate(places) if place == "cpu"),
+        fetched=frozenset(layer for layer, place in enumerate(places) if place == "fetched"),
+    )
+    pages = tuple(draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers)))
     return SweepShape(
         num_layers=num_layers,
         num_micro_batches=draw(st.integers(1, 7)),
-        pages_per_layer=tuple(draw(st.lists(st.integers(0, 9), min_size=num_layers, max_size=num_layers))),
+        pages_per_layer=experts.pages(pages),
         lookahead=draw(st.integers(1, 9)),
         with_attention=draw(st.booleans()),
+        experts=draw(st.sampled_from([ALL_STREAMED, experts])) if experts.pages(pages) == pages else experts,
     )
 
 
@@ -113,18 +125,36 @@ def test_cgopipe_fills_the_link_before_it_computes() -> None:
 @given(SCHEDULES)
 def test_every_micro_batch_passes_every_layer_in_order(plan: Schedule) -> None:
     shape, position = plan.shape, {task.key: index for index, task in enumerate(plan.tasks)}
-    chains = CHAINS[plan.name] if shape.with_attention else ((TaskName.POST_ATTENTION,),)
-    names = {name for chain in chains for name in chain}
+    attention = CHAINS[plan.name] if shape.with_attention else ((TaskName.POST_ATTENTION,),)
+    names = set()
+    last = TaskName.POST_ATTENTION
     for layer in range(shape.num_layers):
+        place = "cpu" if layer in shape.experts.on_cpu else "fetched" if layer in shape.experts.fetched else None
+        chains = attention if place is None else (*attention, (*WITH_EXPERTS[place], TaskName.POST_EXPERTS))
+        names |= {name for chain in chains for name in chain}
         for index in range(shape.num_micro_batches):
             for chain in chains:
                 places = [position[TaskKey(name, layer, index)] for name in chain]
                 assert places == sorted(places)
             if layer:
                 first = TaskKey(TaskName.PRE_ATTENTION if shape.with_attention else chains[0][-1], layer, index)
-                assert position[TaskKey(TaskName.POST_ATTENTION, layer - 1, index)] < position[first]
+                assert position[TaskKey(last, layer - 1, index)] < position[first]
+        last = TaskName.POST_ATTENTION if place is None else TaskName.POST_EXPERTS
     others = {TaskName.WEIGHT_PAGE, TaskName.SWEEP_START}
     assert {task.key.name for task in plan.tasks} - others == names
+
+
+@given(SCHEDULES)
+def test_a_micro_batch_s_experts_are_fetched_after_the_one_before_has_used_its_own(plan: Schedule) -> None:
+    """So that the frames of at most one are held back from eviction."""
+    for order in (plan.tasks, plan.launch_order):
+        is_held = False
+        for task in order:
+            if task.key.name is TaskName.EXPERTS_FETCH:
+                assert not is_held
+                is_held = True
+            elif task.key.name is TaskName.POST_EXPERTS and task.key.layer in plan.shape.experts.fetched:
+                is_held = False
 
 
 @given(SCHEDULES)
@@ -280,6 +310,8 @@ def test_a_dummy_sweep_has_neither_attention_nor_its_copies() -> None:
     "shape",
     [
         {"num_layers": 3, "pages_per_layer": (1, 1)},
+        {"experts": ExpertPlaces(on_cpu=frozenset((1,)))},
+        {"experts": ExpertPlaces(fetched=frozenset((0,)))},
         {"num_micro_batches": 0},
         {"lookahead": 0},
     ],
@@ -287,6 +319,11 @@ def test_a_dummy_sweep_has_neither_attention_nor_its_copies() -> None:
 def test_an_impossible_shape_is_refused_with_its_values(shape: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"\d"):
         SweepShape(**{"num_layers": 2, "num_micro_batches": 2, "pages_per_layer": (1, 1), **shape})  # type: ignore[arg-type]
+
+
+def test_experts_are_in_one_place() -> None:
+    with pytest.raises(ValueError, match=r"layers \[2\] cannot be computed by the CPU and fetched"):
+        ExpertPlaces(on_cpu=frozenset((1, 2)), fetched=frozenset((2, 3)))
 
 
 def test_a_shape_s_schedule_is_made_once() -> None:
