@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For `preload`: vLLM's CPU build on our CUDA device, with the recording double in CUDA's place."""
+"""For `preload`: vLLM's CPU build on our CUDA device, with the recording double in CUDA's place. The runner's tensors
+count as the GPU's too, and come down late; frames are attended over as on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device.base import Device
+
+dummy_runs: list[list[int]] = []
+"""Tokens of each micro-batch."""
+
+
+def profile_run(llm: Any) -> list[int]:
+    """What vLLM does at its start on CUDA, and its CPU worker not. Tokens of each micro-batch."""
+    llm.collective_rpc(lambda worker: worker.model_runner.profile_run())
+    return dummy_runs[-1]
 
 
 def device_is_cuda() -> None:
@@ -15,12 +27,29 @@ def device_is_cuda() -> None:
     by streams and events alone."""
     from tests.helpers.recording_cuda import RecordingCuda
     from vllm_moe_lightning.errors import HazardError
-    from vllm_moe_lightning.integration import runtime
+    from vllm_moe_lightning.integration import runtime, step_rows
+    from vllm_moe_lightning.pipeline import context_frames
+    from vllm_moe_lightning.pipeline.executor import MicroBatch, PipelineExecutor
 
     cuda = RecordingCuda(late=True)
 
     def make_device(kind: str, options: MoeLightningConfig, cpus: Sequence[int] | None = None) -> Device:
         return cuda.device(poison=options.debug.poison, cpus=cpus, stall_timeout_s=options.stall_timeout_s)
+
+    steps_brought_down = 0
+
+    def bring_down(packed: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        nonlocal steps_brought_down
+        steps_brought_down += 1
+        landing, packed = torch.full_like(packed, 0xFF), packed.clone()
+        return landing, lambda: landing.copy_(packed)  # type: ignore[func-returns-value]
+
+    run_sweep = PipelineExecutor.run_sweep
+
+    def run_and_note(self: PipelineExecutor, batches: Sequence[MicroBatch[Any]], **options: Any) -> list[Any]:
+        if options.get("is_dummy"):
+            dummy_runs.append([batch.num_tokens for batch in batches])
+        return run_sweep(self, batches, **options)
 
     stats = runtime.Runtime.stats
 
@@ -30,7 +59,17 @@ def device_is_cuda() -> None:
             proof = ""
         except HazardError as error:
             proof = str(error)
-        return {**stats(self), "proof": proof, "num_calls": len(cuda.log.calls), "pinned": sum(cuda.pinned.values())}
+        return {
+            **stats(self),
+            "proof": proof,
+            "num_calls": len(cuda.log.calls),
+            "pinned": sum(cuda.pinned.values()),
+            "steps_brought_down": steps_brought_down,
+        }
 
+    context_frames.are_in_host_memory = lambda device: False  # type: ignore[assignment]
+    step_rows.is_in_host_memory = lambda tensor: False  # type: ignore[assignment]
+    step_rows.bring_down = bring_down
     runtime.make_device = make_device  # type: ignore[assignment]
+    PipelineExecutor.run_sweep = run_and_note  # type: ignore[method-assign,assignment]
     runtime.Runtime.stats = stats_and_proof  # type: ignore[method-assign]

@@ -22,6 +22,11 @@ from vllm_moe_lightning.pipeline.tasks import TaskKey
 NUM_FRAMES = 2  # one is read while the other is filled; more micro-batches make them smaller
 
 
+def are_in_host_memory(device: Device) -> bool:
+    """Frames, which the CPU's kernel then attends over."""
+    return device.torch_device.type == "cpu"
+
+
 @dataclass(frozen=True)
 class _Context:
     """A micro-batch's blocks renumbered to lie one after the other in a frame."""
@@ -32,7 +37,7 @@ class _Context:
     loaded: tuple[tuple[int, int], ...]
     """[begin, end) of the frame positions that hold context, cut where the host's blocks are not adjacent."""
     on_gpu: PagedRows | None
-    """`in_frame` for torch's operations, where frames are no memory of the CPU's."""
+    """`in_frame` for torch's operations, where frames are on a GPU."""
 
     @classmethod
     def of(cls, rows: AttentionRows, cache: HostKvCache, device: Device) -> _Context:
@@ -56,7 +61,7 @@ class _Context:
         in_frame = replace(rows, block_table=table, slot_mapping=torch.tensor(slots, dtype=torch.int64))
         host_blocks = tuple(position_of)
         on_gpu = None
-        if device.torch_device.type != "cpu":
+        if not are_in_host_memory(device):
             key_bytes = cache.block_bytes // (cache.num_kv_heads * block_size)
             on_gpu = PagedRows.of(
                 table, rows.query_start, rows.seq_lens, in_frame.slot_mapping, block_size, key_bytes, device.to_device
