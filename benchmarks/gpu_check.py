@@ -50,6 +50,7 @@ from vllm_moe_lightning.pipeline.schedule import SCHEDULE_NAMES
 from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
 from vllm_moe_lightning.profiling import attention_threads, measure_machine
+from vllm_moe_lightning.prompt_place import prompt_places
 from vllm_moe_lightning.workload import SweepLoad, Workload
 
 GIB = 1 << 30
@@ -180,15 +181,17 @@ def capped(check: Check, profile: HardwareProfile) -> HardwareProfile:
 
 def plan_for(check: Check, profile: HardwareProfile) -> PlannedPolicy:
     """No layer is resident, so that what the stock-like arm keeps its KV in stays free."""
+    spec = spec_of(check.model)
     limits = PlanLimits(
         max_num_seqs=check.max_num_seqs,
         num_resident_layers=0,
         attention_on_gpu=False,
         ffn_on_gpu=True,
         kv_on_host=True,
+        **prompt_places(MoeLightningConfig(), spec, profile),
     )
     workload = Workload(prompt_len=check.context_len - check.gen_len // 2, gen_len=check.gen_len)
-    return find_policy(spec_of(check.model), profile, workload, limits)
+    return find_policy(spec, profile, workload, limits)
 
 
 def measure_arms(check: Check, kind: DeviceKind, planned: PlannedPolicy, console: Console) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typing import Any
 
 from benchmarks.job_checkpoint import CheckpointShape
 from benchmarks.job_engine import JobRun, Started
+from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.job_prediction import Job, JobPrediction, SweepLimits, predict_job
 from vllm_moe_lightning.planned_job import limits_of, policy_of
+from vllm_moe_lightning.prompt_place import prompt_places
 from vllm_moe_lightning.workload import HrmPolicy
 
 BLOCK_SIZE = 32  # tokens: short sequences waste less of the last block than with the planner's 128
@@ -62,6 +64,7 @@ def predictions(shape: Shape, arm: str, started: Started, num_slots: int) -> lis
             num_micro_batches=started.num_micro_batches,
             num_resident_layers=started.num_resident_layers,
             prefill_tokens_per_sweep=1,  # no sweep parks its hidden states on the host
+            **prompt_places(MoeLightningConfig(), started.spec, started.machine),
         )
     jobs = shape.job.batches(num_slots) if arm == PHASED else [shape.job]
     return [predict_job(started.spec, started.machine, policy, job, limits) for job in jobs]

@@ -7,11 +7,11 @@ formulas are in paper_model. Not in the model: traffic between GPUs, and uneven 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TypeVar
 
+from vllm_moe_lightning.affine import Affine, affine_terms
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.kernel_costs import (
     Machine,
@@ -24,6 +24,7 @@ from vllm_moe_lightning.kernel_costs import (
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.pipeline.tasks import Task, TaskName
 from vllm_moe_lightning.policy.policy import MAX_AUTO_PAGE_BYTES, MIN_AUTO_PAGE_BYTES
+from vllm_moe_lightning.prompt_attention import PromptAttention, prompt_attention
 from vllm_moe_lightning.resources import HrmResource
 from vllm_moe_lightning.rowwise import larger, rounded_up, smaller
 from vllm_moe_lightning.workload import (
@@ -36,7 +37,6 @@ from vllm_moe_lightning.workload import (
     steady_load,
 )
 
-_Key = TypeVar("_Key")
 TINY_S = 1e-30  # keeps a ratio of two times that are both zero from dividing by it
 
 
@@ -75,7 +75,7 @@ class TaskCosts:
 
     pre_attention_s: float
     attention_s: float
-    """Decode attention on the CPU."""
+    """Attention on the CPU: of decode tokens, and of prompts where the policy leaves them there."""
     device_attention_s: float
     """Decode attention on the GPU."""
     moe_post_attention_s: float
@@ -161,14 +161,17 @@ class _MicroBatch:
         dense_s, moe_s, experts_s = post_attention_kernel_s(spec, machine, load)
         on_gpu = policy.attention_on_gpu
         attention_flops, attention_bytes = attention_work(spec, load)
-        on_cpu = load.decodes and not on_gpu
-        copied = self._layer_copies()
+        prompts = prompt_attention(spec, policy, load)
+        # 1 or 0, by row where there are several.
+        on_cpu = 0.0 if on_gpu else larger(float(load.decodes), (prompts.cpu_tokens > 0) * 1.0)
+        decode_s = machine.cpu_attention_s(attention_flops, attention_bytes)
+        prompt_flops = prompts.cpu_flops(spec, machine.profile.efficiencies.cpu_logit_flops)
+        prompt_s = machine.cpu_prompt_attention_s(prompt_flops, prompts.cpu_bytes(spec))
+        copied = self._layer_copies(prompts)
         pages = pages_per_layer(spec, policy)
         return TaskCosts(
-            pre_attention_s=pre_attention_kernel_s(spec, machine, load),
-            attention_s=machine.cpu_attention_s(attention_flops, attention_bytes) + overheads.cpu_task_s
-            if on_cpu
-            else 0.0,
+            pre_attention_s=pre_attention_kernel_s(spec, machine, load, prompts.gpu_pairs),
+            attention_s=(decode_s + prompt_s + overheads.cpu_task_s) * on_cpu,
             device_attention_s=machine.gpu_attention_s(attention_flops, attention_bytes) if on_gpu else 0.0,
             moe_post_attention_s=moe_s + (experts_s if policy.ffn_on_gpu else 0.0),
             dense_post_attention_s=dense_s,
@@ -176,9 +179,11 @@ class _MicroBatch:
             if policy.ffn_on_gpu
             else machine.cpu_experts_s(*experts_work(spec, load.tokens)) + overheads.cpu_task_s,
             qkv_offload=_Copies(copied.offload_bytes, 1.0),
-            hidden_load=_Copies(copied.load_bytes, 1.0 if on_cpu or hidden_via_host(policy, load) else 0.0),
+            hidden_load=_Copies(copied.load_bytes, larger(on_cpu, float(hidden_via_host(policy, load)))),
             # One copy even where all KV is on the GPU, so that the time stays a line in kv_gpu_ratio.
-            kv_load=_Copies(copied.context_bytes, 1.0 if load.decodes and on_gpu else 0.0),
+            kv_load=_Copies(
+                copied.context_bytes, larger(float(load.decodes and on_gpu), (prompts.raised_keys > 0) * 1.0)
+            ),
             weight_page=_Copies(spec.expert_layer_bytes / pages, 1.0),
             num_dense_layers=spec.num_dense_layers,
             h2d_bytes_per_s=link.h2d_bytes_per_s,
@@ -188,20 +193,22 @@ class _MicroBatch:
             slowdown=MappingProxyType(dict.fromkeys(HrmResource, 1.0)),
         )
 
-    def _layer_copies(self) -> _LayerCopies:
+    def _layer_copies(self, prompts: PromptAttention) -> _LayerCopies:
         spec, policy, load = self.spec, self.policy, self.load
         width = spec.widths.activation_bytes
         on_host = 1.0 - policy.kv_gpu_ratio
         # As the model made them: a cache of another type is filled on the host.
         new_kv_bytes = load.tokens * spec.attention.kv_elements_per_token * width * on_host
         hidden_bytes = load.tokens * spec.hidden * width if hidden_via_host(policy, load) else 0.0
+        context_bytes = prompts.raised_keys * spec.kv_bytes_per_token_layer * on_host
         if policy.attention_on_gpu:
             read = load.decode_seqs * spec.mean_context_read(load.decode_context)
-            context_bytes = read * spec.kv_bytes_per_token_layer * on_host
+            context_bytes += read * spec.kv_bytes_per_token_layer * on_host
             return _LayerCopies(new_kv_bytes + hidden_bytes, hidden_bytes, context_bytes)
-        query_bytes = load.decode_seqs * spec.attention.q_elements_per_token * width
-        out_bytes = load.decode_seqs * spec.attention.out_elements_per_token * width
-        return _LayerCopies(new_kv_bytes + query_bytes + hidden_bytes, out_bytes + hidden_bytes, 0.0)
+        attended = load.decode_seqs + prompts.cpu_tokens
+        query_bytes = attended * spec.attention.q_elements_per_token * width
+        out_bytes = attended * spec.attention.out_elements_per_token * width
+        return _LayerCopies(new_kv_bytes + query_bytes + hidden_bytes, out_bytes + hidden_bytes, context_bytes)
 
 
 @dataclass(frozen=True)
@@ -243,7 +250,8 @@ def _sweep_work(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy,
     gpu_s = layers * (tasks.pre_attention_s + tasks.device_attention_s)
     gpu_s += spec.num_dense_layers * tasks.dense_post_attention_s + spec.num_moe_layers * tasks.moe_post_attention_s
     cpu_s = layers * (tasks.attention_s + tasks.kv_append_s)
-    cpu_bytes = 0.0 if policy.attention_on_gpu else layers * n * attention_work(spec, share)[1]
+    attended_bytes = attention_work(spec, share)[1] + prompt_attention(spec, policy, share).cpu_bytes(spec)
+    cpu_bytes = 0.0 if policy.attention_on_gpu else layers * n * attended_bytes
     down = tasks.qkv_offload.times(layers * n)
     up = (tasks.hidden_load + tasks.kv_load).times(layers * n)
     if policy.ffn_on_gpu:
@@ -308,37 +316,6 @@ def task_costs(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, 
     slowdown[HrmResource.D2H] = crowded * (shorter if up_s >= down_s else longer)
     tasks = _MicroBatch(spec, Machine(profile), policy, load.divided(policy.num_micro_batches)).tasks()
     return replace(tasks, slowdown=MappingProxyType(slowdown))
-
-
-@dataclass(frozen=True)
-class Affine:
-    """A quantity that depends on the policy's continuous choices along straight lines."""
-
-    constant: float
-    per_resident_layer: float
-    per_kv_gpu_ratio: float
-    per_disk_layer: float
-
-    def at(self, policy: HrmPolicy) -> float:
-        return (
-            self.constant
-            + self.per_resident_layer * policy.num_resident_layers
-            + self.per_kv_gpu_ratio * policy.kv_gpu_ratio
-            + self.per_disk_layer * policy.num_disk_layers
-        )
-
-
-def affine_terms(quantity: Callable[[HrmPolicy], Mapping[_Key, float]], policy: HrmPolicy) -> dict[_Key, Affine]:
-    """The lines of a formula that is known to be affine, by evaluating it at the origin and one step along each axis:
-    so a solver's coefficients can't drift from the formula."""
-    origin = replace(policy, num_resident_layers=0, kv_gpu_ratio=0.0, num_disk_layers=0)
-    base = quantity(origin)
-    resident = quantity(replace(origin, num_resident_layers=1))
-    kv = quantity(replace(origin, kv_gpu_ratio=1.0)) if policy.attention_on_gpu else base
-    disk = quantity(replace(origin, num_disk_layers=1))
-    return {
-        key: Affine(value, resident[key] - value, kv[key] - value, disk[key] - value) for key, value in base.items()
-    }
 
 
 def sweep_terms(

@@ -63,6 +63,8 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """All other weights, per rank."""
     hardware: str = ""
     """Name of the machine that was planned for."""
+    prompts_on_device: bool = True
+    """Attention of prompts without cached context."""
     context_query_tokens: int = 0
     """New tokens of a row with cached context from which on the context comes up to the device. 0: never."""
     cpu_expert_layers: list[tuple[int, int]] = []

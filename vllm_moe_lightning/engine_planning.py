@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from msgspec.structs import replace as replace_struct
 
-from vllm_moe_lightning.context_place import context_query_tokens
 from vllm_moe_lightning.engine_plan import GIVEN, PLANNED, EnginePlan, PredictedFigures
 from vllm_moe_lightning.engine_request import (
     NULL_BLOCKS,
@@ -29,6 +28,7 @@ from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.limits import PlanLimits
 from vllm_moe_lightning.policy.policy import page_bytes_for
 from vllm_moe_lightning.policy.search import PlannedPolicy, find_policy
+from vllm_moe_lightning.prompt_place import prompt_places, why_prompts_are_there
 from vllm_moe_lightning.row_costs import query_token_cost
 from vllm_moe_lightning.stock_vllm import StockRuns, stock_runs
 from vllm_moe_lightning.tensor_parallel import machine_of_rank, model_of_rank
@@ -99,6 +99,7 @@ class EnginePlanning:
             # Of no effect on the steady state, but says that no sweep parks its hidden states on the host.
             prefill_tokens_per_sweep=options.prefill_tokens_per_sweep or 1,
             lookahead=options.lookahead,
+            **prompt_places(options, self.spec, self.machine),
         )
 
     def _batch_bound(self, work: Workload) -> int | None:
@@ -154,7 +155,8 @@ class EnginePlanning:
         least = max(room, self.request.options.prefill_tokens_per_sweep or 0)
         if tokens is None and self._whole_batch:
             tokens = self._whole_batch + max(self._prefill_tokens(work, self._whole_batch), least)
-        return SweepBuffers(least_prefill_tokens=least, total_tokens=tokens)
+        most = self.request.options.prefill_tokens_per_sweep
+        return SweepBuffers(least_prefill_tokens=least, total_tokens=tokens, most_prefill_tokens=most)
 
     def _prefill_tokens(self, work: Workload, num_seqs: int) -> int:
         """Of a sweep in the steady state."""
@@ -294,7 +296,8 @@ class EnginePlanning:
             query_token_cost=query_token_cost(self.spec, self.machine, choice, steady_load(work, choice)),
             kv_bytes=given.kv_bytes or int(blocks * self.block_bytes),
             num_resident_layers=int(choice.num_resident_layers),
-            context_query_tokens=context_query_tokens(self.spec, self.machine),
+            prompts_on_device=choice.prompts_on_gpu,
+            context_query_tokens=choice.context_query_tokens,
             cpu_expert_layers=self._cpu_expert_layers(choice, work, given.max_num_batched_tokens or num_seqs),
             expert_slots=work.expert_slots,
             fetched_up_to_tokens=self._fetched_up_to_tokens(choice, work, given.max_num_batched_tokens or num_seqs),
@@ -309,6 +312,7 @@ class EnginePlanning:
                 "max_num_seqs": GIVEN if given.max_num_seqs else PLANNED,
                 "max_num_batched_tokens": GIVEN if given.max_num_batched_tokens else f"planned: {room_reason}",
                 "attention": PLANNED if options.attention == "auto" else GIVEN,
+                **({} if choice.attention_on_gpu else {"prefill_attention": why_prompts_are_there(options, self.spec)}),
                 "num_micro_batches": GIVEN if options.num_micro_batches else PLANNED,
                 "num_resident_layers": PLANNED if options.num_resident_layers is None else GIVEN,
                 "prefill_tokens_per_sweep": GIVEN if options.prefill_tokens_per_sweep else PLANNED,

@@ -108,6 +108,11 @@ class KernelEfficiencies(_Strict, frozen=True):
     cpu_attention_bandwidth: float = 0.55
     """Of host bandwidth, for decode attention over paged KV."""
     cpu_attention_flops: float = 0.5
+    cpu_prompt_attention: float | None = None
+    """Of the CPU's FLOP/s, for attention of prompts there: tiles of many query tokens, with units of 16 bits more than
+    1. None, as in profiles from before it was measured: as cpu_attention_flops."""
+    cpu_logit_flops: float = 0.0
+    """FLOPs, at that speed, that the softmax takes for each (query token, key) of a head, beside QK^T and PV."""
     cpu_experts_bandwidth: float = 0.7
     """Of host bandwidth, for experts on the CPU with few tokens each."""
     cpu_gemm: float = 0.5
@@ -192,6 +197,8 @@ BELIEVABLE: dict[str, tuple[float, float]] = {
     "limits.memlock_bytes": (0, float(1 << 62)),
     **{f"efficiencies.{name}": _SHARE for name in KernelEfficiencies.__struct_fields__},
     "efficiencies.cpu_gemm": (_SHARE[0], 100.0),
+    "efficiencies.cpu_prompt_attention": (_SHARE[0], 100.0),
+    "efficiencies.cpu_logit_flops": (0.0, 1e5),
     "efficiencies.gpu_overlap": (0.0, 1.0),
     **{f"overheads.{name}": _OVERHEAD_S for name in TaskOverheads.__struct_fields__},
 }

@@ -24,6 +24,7 @@ from vllm_moe_lightning.host_limits import IN_MEMORY, file_system_of
 from vllm_moe_lightning.kernels.attention import AttentionPool, AttentionTask
 from vllm_moe_lightning.kernels.expert_ffn import ExpertFfn, ExpertFfnTask
 from vllm_moe_lightning.kernels.read_probe import READ_PATTERNS, read_once
+from vllm_moe_lightning.kv_cache import PREFERRED_BLOCK_SIZE
 from vllm_moe_lightning.machine_readings import BYTES_PER_S, FLOPS_PER_S, SECONDS, Reading
 
 
@@ -44,6 +45,8 @@ QUICK = Effort(repeats=6, buffer_bytes=128 * MIB, kv_bytes=128 * MIB, gemm_size=
 
 # Decode attention of a GQA model in the style of Mixtral, at a context that is some MiB for each sequence.
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CONTEXT_LEN = 32, 8, 128, 16, 512
+HALF_HEAD_DIM = HEAD_DIM // 2
+MOST_PROMPT_TOKENS = 512  # more reach no other rate
 # A sequence's keys and values that stay in a core's own cache, for the arithmetic alone.
 CACHED_CONTEXT_LEN = 64
 CALLS_PER_SHORT_REPEAT = 20
@@ -180,22 +183,44 @@ def causal_attention(num_threads: int, effort: Effort) -> Reading:
     return rate_of(f"causal_attention.{num_threads}", FLOPS_PER_S, flops, seconds, f"{tokens} tokens, bfloat16")
 
 
-def _decode_task(num_seqs: int, context_len: int, pool: AttentionPool) -> AttentionTask:
-    """One query token for each sequence, its blocks dealt out at random as a block manager would."""
-    blocks_per_seq = context_len // BLOCK_SIZE
+def _attention_task(
+    num_seqs: int, query_len: int, context_len: int, pool: AttentionPool, head_dim: int, block_size: int
+) -> AttentionTask:
+    """The last `query_len` tokens of each sequence, its blocks dealt out at random as a block manager would."""
+    blocks_per_seq = -(-context_len // block_size)
     num_blocks = num_seqs * blocks_per_seq
-    cache = torch.full((num_blocks, NUM_KV_HEADS, 2, BLOCK_SIZE, HEAD_DIM), 0.5, dtype=torch.bfloat16)
-    query = torch.ones(num_seqs, NUM_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    cache = torch.full((num_blocks, NUM_KV_HEADS, 2, block_size, head_dim), 0.5, dtype=torch.bfloat16)
+    query = torch.ones(num_seqs * query_len, NUM_HEADS, head_dim, dtype=torch.bfloat16)
     dealt = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
     return AttentionTask(
         cache,
         query=query,
         output=torch.empty_like(query),
         block_table=dealt.view(num_seqs, blocks_per_seq),
-        query_start=torch.arange(num_seqs + 1, dtype=torch.int32),
+        query_start=torch.arange(num_seqs + 1, dtype=torch.int32) * query_len,
         seq_lens=torch.full((num_seqs,), context_len, dtype=torch.int32),
         pool=pool,
     )
+
+
+def _decode_task(num_seqs: int, context_len: int, pool: AttentionPool) -> AttentionTask:
+    return _attention_task(num_seqs, 1, context_len, pool, HEAD_DIM, BLOCK_SIZE)
+
+
+def prompt_attention(num_threads: int, effort: Effort) -> list[Reading]:
+    """Our kernel with a whole prompt's query tokens, at two head sizes: FLOP/s of the causal half. A head's logits cost
+    their softmax whatever its size, which two sizes show and one does not."""
+    tokens = min(MOST_PROMPT_TOKENS, effort.gemm_size // 2)
+    pairs = NUM_HEADS * tokens * (tokens + 1) / 2
+    readings = []
+    with AttentionPool(num_threads) as pool:
+        for head_dim in (HEAD_DIM, HALF_HEAD_DIM):
+            task = _attention_task(1, tokens, tokens, pool, head_dim, PREFERRED_BLOCK_SIZE)
+            note = f"{tokens} tokens, {NUM_HEADS} heads over {NUM_KV_HEADS}, head_dim {head_dim}, bfloat16"
+            seconds = timed_s(task.run, effort.repeats)
+            name = f"prompt_attention_{head_dim}.{num_threads}"
+            readings.append(rate_of(name, FLOPS_PER_S, 4.0 * head_dim * pairs, seconds, note))
+    return readings
 
 
 def _often(run: Callable[[], object]) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from vllm_moe_lightning.cost_model import sweep_cost
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.model_spec import MoeModelSpec
+from vllm_moe_lightning.prompt_cuts import PromptCuts
 from vllm_moe_lightning.workload import HrmPolicy, SweepLoad
 
 
@@ -97,14 +98,21 @@ def job_loads(job: Job, limits: SweepLimits) -> list[SweepLoad]:
     return loads
 
 
+def prompt_cuts(job: Job, limits: SweepLimits, num_micro_batches: int) -> PromptCuts:
+    """Long prompts share a sweep's tokens, one for each micro-batch and two at least (integration/step_limits)."""
+    sharing = min(max(2, num_micro_batches), job.num_requests, limits.max_num_seqs)
+    chunk = max(1.0, limits.tokens_per_sweep / sharing)
+    return PromptCuts.equal(job.prompt_len, max(1.0, job.prompt_len / chunk))
+
+
 def predict_job(
     spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPolicy, job: Job, limits: SweepLimits
 ) -> JobPrediction:
     """Of `policy` its micro-batches and its resident layers count; what a sweep carries is the job's."""
     time_s, full, bounds, busy_s = 0.0, 0, dict[str, float](), dict[str, float]()
-    loads = job_loads(job, limits)
+    loads, cuts = job_loads(job, limits), prompt_cuts(job, limits, policy.num_micro_batches)
     for load in loads:
-        cost = sweep_cost(spec, profile, policy, load)
+        cost = sweep_cost(spec, profile, policy, replace(load, prefill_cuts=cuts))
         time_s += cost.time_s
         bounds[str(cost.bottleneck)] = bounds.get(str(cost.bottleneck), 0.0) + cost.time_s
         for resource, seconds in cost.busy_s.items():

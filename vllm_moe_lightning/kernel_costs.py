@@ -49,6 +49,13 @@ class Machine:
             num_bytes / (cpu.bandwidth_bytes_per_s * reached.cpu_attention_bandwidth),
         )
 
+    def cpu_prompt_attention_s(self, flops: float, num_bytes: float) -> float:
+        cpu, reached = self.profile.cpu, self.profile.efficiencies
+        return larger(
+            flops / (cpu.flops_per_s * (reached.cpu_prompt_attention or reached.cpu_attention_flops)),
+            num_bytes / (cpu.bandwidth_bytes_per_s * reached.cpu_attention_bandwidth),
+        )
+
     def cpu_experts_s(self, flops: float, num_bytes: float) -> float:
         cpu, reached = self.profile.cpu, self.profile.efficiencies
         return larger(
@@ -57,13 +64,12 @@ class Machine:
         )
 
 
-def pre_attention_kernel_s(spec: MoeModelSpec, machine: Machine, load: SweepLoad) -> float:
-    """QKV projection of all tokens, and attention of the prompts, which needs nothing from the host."""
+def pre_attention_kernel_s(spec: MoeModelSpec, machine: Machine, load: SweepLoad, prompt_pairs: float) -> float:
+    """QKV projection of all tokens, and attention of prompts on the GPU, of so many (query, key) pairs."""
     attention = spec.attention
     params = attention.pre_params
     projection_s = machine.gpu_gemm_s(FLOPS_PER_PARAM * params * load.tokens, params * spec.widths.linear_bytes)
-    pairs = load.prefill_seqs * spec.mean_causal_pairs(load.prefill_len)
-    prompt_s = machine.gpu_attention_s(attention.prefill_flops_per_pair * pairs, 0.0)
+    prompt_s = machine.gpu_attention_s(attention.prefill_flops_per_pair * prompt_pairs, 0.0)
     return projection_s + prompt_s + machine.profile.overheads.gpu_task_s
 
 

@@ -39,9 +39,9 @@ class Reading(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return self.best
 
 
-READINGS_VERSION = 4
+READINGS_VERSION = 5
 """Raised when a reading that the profile is made of is added or means something else: 2 added experts on the CPU, 3
-GEMMs of few rows, 4 the experts' own kernel."""
+GEMMs of few rows, 4 the experts' own kernel, 5 attention of prompts on the CPU."""
 
 
 class MeasuredMachine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

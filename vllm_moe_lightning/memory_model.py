@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from vllm_moe_lightning.cost_model import Affine, affine_terms, hidden_via_host, pages_per_layer
+from vllm_moe_lightning.affine import Affine, affine_terms
+from vllm_moe_lightning.cost_model import hidden_via_host, pages_per_layer
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.kernel_costs import LOGITS_BYTES
 from vllm_moe_lightning.model_spec import MoeModelSpec

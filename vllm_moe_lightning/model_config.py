@@ -172,6 +172,7 @@ def _gpt_oss(config: _Config) -> dict[str, Any]:
         "top_k": config.positive("num_experts_per_tok", "experts_per_token"),
         "expert_intermediate": config.positive("intermediate_size"),
         "expert_biases": True,
+        "has_sinks": True,
         "attention": _grouped_query(config),
         "num_windowed_layers": windowed if window else 0,
         "window": window,

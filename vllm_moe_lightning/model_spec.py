@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES, quantised_row_bytes
+from vllm_moe_lightning.rowwise import larger, smaller
 
 # Gate, up and down projection: every model here has gated experts.
 MATRICES_PER_FFN = 3
@@ -119,6 +120,8 @@ class MoeModelSpec:
     num_windowed_layers: int = 0
     """Layers whose attention looks back `window` tokens at most."""
     window: int = 0
+    has_sinks: bool = False
+    """Attention with a logit per head that has no value."""
     widths: WeightWidths = WeightWidths()
     kv_bytes_per_element: float = 2.0
     max_context: int | None = None
@@ -241,8 +244,8 @@ class MoeModelSpec:
         cuts off."""
 
         def pairs(window: float) -> float:
-            full = min(prompt_len, window)
-            return full * (full + 1) / 2 + max(prompt_len - window, 0.0) * window
+            full = smaller(prompt_len, window)
+            return full * (full + 1) / 2 + larger(prompt_len - window, 0.0) * window
 
         windowed = self.num_windowed_layers / self.num_layers
         return (1 - windowed) * pairs(prompt_len) + (windowed * pairs(self.window) if windowed else 0.0)

@@ -42,6 +42,7 @@ def _rows(plan: EnginePlan) -> list[tuple[str, str, str]]:
         "prefill_tokens_per_sweep": str(plan.prefill_tokens_per_sweep),
         "num_micro_batches": f"{plan.num_micro_batches} x {plan.micro_batch_size}",
         "attention": "on the device" if plan.attention_on_device else "on the CPU",
+        "prefill_attention": "on the device" if plan.prompts_on_device else "on the CPU",
         "num_resident_layers": str(plan.num_resident_layers),
         "expert_slots": str(plan.expert_slots),
         "fetched_up_to_tokens": str(plan.fetched_up_to_tokens),

@@ -23,6 +23,8 @@ def policy_of(plan: EnginePlan) -> HrmPolicy:
         kv_gpu_ratio=float(plan.attention_on_device),
         num_resident_layers=plan.num_resident_layers,
         prefill_tokens_per_sweep=1,  # no sweep parks its hidden states on the host
+        prompts_on_gpu=plan.prompts_on_device,
+        context_query_tokens=plan.context_query_tokens,
     )
 
 

@@ -19,11 +19,14 @@ def simulate_policy(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPol
     dense = spec.num_dense_layers
     resident = {dense + layer for layer in evenly_spread(round(policy.num_resident_layers), spec.num_moe_layers)}
     pages = int(pages_per_layer(spec, policy)) if policy.ffn_on_gpu else 0
+    tasks = task_costs(spec, profile, policy, load)
+    raises_context = not policy.attention_on_gpu and tasks.kv_load.num_bytes > 0  # s4 has those tasks in any case
     shape = SweepShape(
         num_layers=spec.num_layers,
         num_micro_batches=policy.num_micro_batches,
         pages_per_layer=tuple(0 if layer < dense or layer in resident else pages for layer in range(spec.num_layers)),
         lookahead=policy.lookahead,
+        context=frozenset(range(policy.num_micro_batches)) if raises_context else frozenset(),
     )
     schedule = make_schedule("s4" if policy.attention_on_gpu else "cgopipe", shape)
-    return simulate(schedule, task_costs(spec, profile, policy, load).duration_s, num_sweeps=2)
+    return simulate(schedule, tasks.duration_s, num_sweeps=2)

@@ -48,6 +48,8 @@ ExpertsProbe = Callable[[Effort], list[Reading]]
 EMULATED_MEMORY_SHARE = 0.25
 """Of host memory, for the emulated device: it has none of its own. `device_memory_mib` sets another budget."""
 BUSY_LOAD_PER_CPU = 0.5
+LEAST_FLOPS_SHARE = 0.05
+"""Of the time of attention of prompts, what QK^T and PV take at least."""
 
 
 def machine_profile(
@@ -129,6 +131,7 @@ def _probes(num_threads: int, effort: Effort, disk_folder: Path) -> Mapping[str,
     probes["GEMM of few rows"] = lambda: host_probes.few_row_gemms(effort)
     probes["prefill attention"] = lambda: host_probes.causal_attention(1, effort)
     probes["CPU attention"] = lambda: host_probes.decode_attention(attention_threads(num_threads), effort)
+    probes["CPU attention of prompts"] = lambda: host_probes.prompt_attention(attention_threads(num_threads), effort)
     probes["CPU experts"] = lambda: host_probes.expert_ffn(attention_threads(num_threads), effort)
     probes["emulated link"] = lambda: device_probes.emulated_link(effort)
     probes["CUDA device"] = lambda: device_probes.cuda_device(effort)
@@ -193,7 +196,13 @@ def profile_of(
         on_device["gpu_experts"] = share("gpu_experts", "rows_experts.1", gpu.flops_per_s)
         bandwidth = share("gpu_experts_bandwidth", "weights_experts.1", gpu.bandwidth_bytes_per_s)
         on_device["gpu_experts_bandwidth"] = bandwidth
+    prompt_names = [f"prompt_attention_{dim}.{attending}" for dim in (host_probes.HEAD_DIM, host_probes.HALF_HEAD_DIM)]
+    prompt_flops, logit_flops = flops_and_logit_flops(*(found[name].value for name in prompt_names))
+    how = f"measured: {' and '.join(prompt_names)}"
+    sources |= dict.fromkeys(("efficiencies.cpu_prompt_attention", "efficiencies.cpu_logit_flops"), how)
     efficiencies = KernelEfficiencies(
+        cpu_prompt_attention=prompt_flops / cpu_flops,
+        cpu_logit_flops=logit_flops,
         cpu_attention_bandwidth=share("cpu_attention_bandwidth", f"attention_read.{attending}", host_read),
         cpu_attention_flops=share("cpu_attention_flops", f"attention_cached.{attending}", cpu_flops),
         cpu_experts_bandwidth=share("cpu_experts_bandwidth", f"expert_ffn_read.{attending}", host_read),
@@ -224,6 +233,15 @@ def profile_of(
         sources=sources,
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def flops_and_logit_flops(flops_per_s: float, half_flops_per_s: float) -> tuple[float, float]:
+    """(FLOP/s of QK^T and PV alone, what a logit costs beside them in FLOPs at that speed) from FLOP/s at HEAD_DIM and
+    at half of it, where a logit takes 4 D / (FLOP/s) + (a time of its own)."""
+    # Others' load can turn the line over: logits are taken to cost something between nothing and nearly everything.
+    s_per_flop = 2.0 / flops_per_s - 1.0 / half_flops_per_s
+    s_per_flop = min(max(s_per_flop, LEAST_FLOPS_SHARE / flops_per_s), 1.0 / flops_per_s)
+    return 1.0 / s_per_flop, 4.0 * host_probes.HEAD_DIM * (1.0 / flops_per_s - s_per_flop) / s_per_flop
 
 
 def _device(

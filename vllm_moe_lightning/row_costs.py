@@ -18,13 +18,14 @@ def query_token_cost(spec: MoeModelSpec, profile: HardwareProfile, policy: HrmPo
     """Seconds that one more token takes outside of attention, over the seconds in which attention reads one context
     token; at least 1. QUERY_TOKEN_COST for a load that reads no context."""
     share = load.divided(policy.num_micro_batches)
-    read = share.decode_seqs * share.decode_context
+    read = share.decode_seqs * share.decode_context  # by decoding rows; prompts' attention is another kernel
     if not read:
         return QUERY_TOKEN_COST
     costs = task_costs(spec, profile, policy, load)
     more = task_costs(spec, profile, policy, replace(load, decode_seqs=load.decode_seqs * MORE_SEQS))
     token_s = (_outside_of_attention_s(more) - _outside_of_attention_s(costs)) / ((MORE_SEQS - 1) * share.decode_seqs)
-    context_token_s = (costs.attention_s + costs.device_attention_s) / read
+    decoding = task_costs(spec, profile, policy, replace(load, prefill_seqs=0.0))
+    context_token_s = (decoding.attention_s + decoding.device_attention_s) / read
     return max(1, round(token_s / context_token_s))
 
 

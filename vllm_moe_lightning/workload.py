@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from vllm_moe_lightning.rowwise import larger
+from vllm_moe_lightning.prompt_cuts import READ_WHOLE, PromptCuts
+from vllm_moe_lightning.rowwise import larger, smaller
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class SweepBuffers:
     least_prefill_tokens: float = 0.0
     total_tokens: float | None = None
     """Decode and prefill tokens together, where they are fixed."""
+    most_prefill_tokens: float | None = None
+    """Of a sweep, where the user allows no more: longer prompts take several sweeps."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,12 @@ class HrmPolicy:
     """Most prompt tokens of a prefill sweep. None: the paper's prefill, all prompts of the batch in one sweep, a
     micro-batch's hidden states on the host while the others run."""
     lookahead: int = 2
+    prompts_on_gpu: bool = True
+    """Attention of prompts without cached context on the GPU, from the keys and values at hand. As attention_on_gpu
+    where that is set."""
+    context_query_tokens: int = 1
+    """New tokens of a prompt's later chunk from which on the GPU attends to it, its cached context brought up over the
+    link. 0: the CPU attends to all of them. Of no effect with attention_on_gpu."""
 
     def __post_init__(self) -> None:
         if self.micro_batch_size < 1 or self.num_micro_batches < 1 or self.lookahead < 1:
@@ -101,6 +110,10 @@ class HrmPolicy:
             raise ValueError(f"kv_gpu_ratio must be in [0, 1], got {self.kv_gpu_ratio}")
         if self.kv_gpu_ratio and not self.attention_on_gpu:
             raise ValueError("KV on the GPU needs attention_on_gpu")
+        if self.attention_on_gpu and not self.prompts_on_gpu:
+            raise ValueError("prompts_on_gpu can't be off with attention_on_gpu, which is everybody's")
+        if self.context_query_tokens < 0:
+            raise ValueError(f"context_query_tokens can't be negative, got {self.context_query_tokens}")
         if self.num_resident_layers < 0 or self.num_disk_layers < 0:
             raise ValueError(f"layer counts can't be negative: {self}")
         if self.prefill_tokens_per_sweep is not None and self.prefill_tokens_per_sweep < 1:
@@ -122,6 +135,7 @@ class SweepLoad:
     """Cached tokens that each of them reads, on average."""
     prefill_seqs: float = 0.0
     prefill_len: float = 0.0
+    prefill_cuts: PromptCuts = READ_WHOLE
 
     @property
     def prefill_tokens(self) -> float:
@@ -143,7 +157,7 @@ class SweepLoad:
 
     def divided(self, parts: float) -> SweepLoad:
         """One of `parts` equal shares."""
-        return SweepLoad(self.decode_seqs / parts, self.decode_context, self.prefill_seqs / parts, self.prefill_len)
+        return replace(self, decode_seqs=self.decode_seqs / parts, prefill_seqs=self.prefill_seqs / parts)
 
 
 def decode_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
@@ -160,19 +174,39 @@ def num_prefill_sweeps(workload: Workload, policy: HrmPolicy) -> float:
 
 def prefill_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
     seqs = policy.batch_size / num_prefill_sweeps(workload, policy)
-    return SweepLoad(prefill_seqs=seqs, prefill_len=workload.prompt_len)
+    chunks = larger(workload.prompt_len / (policy.prefill_tokens_per_sweep or workload.prompt_len), 1.0)
+    cuts = PromptCuts.equal(workload.prompt_len, chunks)
+    return SweepLoad(prefill_seqs=seqs, prefill_len=workload.prompt_len, prefill_cuts=cuts)
 
 
 def steady_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
     """A sweep of continuous batching with all N slots taken: in gen_len sweeps every slot turns over once, so each
     sweep prefills N / gen_len prompts (which gives their first token) and decodes the rest."""
     starting = policy.batch_size / workload.gen_len
+    chunks = larger(workload.prompt_len / _prefill_room(workload, policy), 1.0)
     return SweepLoad(
         decode_seqs=policy.batch_size - starting,
         decode_context=workload.mean_decode_context if workload.gen_len > 1 else 0.0,
         prefill_seqs=starting,
         prefill_len=workload.prompt_len,
+        prefill_cuts=PromptCuts.equal(workload.prompt_len, chunks),
     )
+
+
+def _prefill_room(workload: Workload, policy: HrmPolicy) -> float:
+    """Prompt tokens that fit a sweep of continuous batching; without buffers of a given size, any prompt."""
+    if workload.buffers is None:
+        return workload.prompt_len
+    room = larger(_buffered_prefill(workload, workload.buffers, policy), 1.0)
+    most = workload.buffers.most_prefill_tokens
+    return room if most is None else smaller(room, most)
+
+
+def _buffered_prefill(workload: Workload, buffers: SweepBuffers, policy: HrmPolicy) -> float:
+    """Prompt tokens that buffers are there for, beside a decode token of every slot."""
+    if buffers.total_tokens is not None:
+        return larger(buffers.total_tokens - policy.batch_size, 0.0)
+    return larger(policy.batch_size * workload.prompt_len / workload.gen_len, buffers.least_prefill_tokens)
 
 
 def buffered_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
@@ -181,9 +215,5 @@ def buffered_load(workload: Workload, policy: HrmPolicy) -> SweepLoad:
     steady, buffers = steady_load(workload, policy), workload.buffers
     if buffers is None:
         return steady
-    batch = policy.batch_size
-    if buffers.total_tokens is not None:
-        prefill = larger(buffers.total_tokens - batch, 0.0)
-    else:
-        prefill = larger(batch * workload.prompt_len / workload.gen_len, buffers.least_prefill_tokens)
-    return SweepLoad(batch, steady.decode_context, prefill / workload.prompt_len, workload.prompt_len)
+    prefill = _buffered_prefill(workload, buffers, policy)
+    return SweepLoad(policy.batch_size, steady.decode_context, prefill / workload.prompt_len, workload.prompt_len)

@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from benchmarks.torch_decoder import DecoderConfig
+from tests.helpers.decoder import make_engine, run
 from tests.helpers.expert_host import HostedExperts
 from tests.helpers.paged_layer import PagedCase, PagedLayer, relative_rms
 from vllm_moe_lightning.device import EmulatedDevice
@@ -21,6 +23,7 @@ from vllm_moe_lightning.kernels.paged_moe import _as_operand
 from vllm_moe_lightning.kernels.paged_moe_launch import PagedMoeStep, paged_fused_moe
 from vllm_moe_lightning.kernels.tile_configs import TileConfig
 from vllm_moe_lightning.kernels.token_tiles import tiles_of
+from vllm_moe_lightning.pipeline.paged_experts import PagedKernel
 
 INTERPRETED = triton.knobs.runtime.interpret
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -187,3 +190,19 @@ def test_residency_and_kernel_together_match_the_reference_for_every_number_of_s
     device.synchronize()
     assert experts.residency.counters.bytes_moved == device.totals()["h2d"].num_bytes
     device.close()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU benchmarks/gpu_check.py runs the engine")
+@pytest.mark.parametrize("num_slots", [2, 8])
+def test_the_engine_with_fetched_experts_gives_what_the_reference_in_its_place_gives(num_slots: int) -> None:
+    config, results = DecoderConfig(num_layers=2, dtype=torch.float16), {}
+    kernels: tuple[PagedKernel, ...] = ("triton", "reference")
+    for kernel in kernels:
+        options = {"experts": "fetched", "expert_slots": num_slots, "num_micro_batches": 2}
+        with make_engine(config, device={"timing": "lazy", "poison": True, "check_hazards": True}, **options) as engine:
+            assert engine.executor.fetched_experts is not None
+            engine.executor.fetched_experts._kernel = kernel
+            results[kernel] = run(engine, ((3, 9, 2), (1, 1, 1)))
+            assert engine.executor.residency_counters.num_misses > 0
+    for ours, reference in zip(*results.values(), strict=True):
+        assert relative_rms(ours, reference.float()) <= 4 * STATED[torch.float16]

@@ -75,6 +75,8 @@ def policies(draw: st.DrawFn, max_layers: int = 16) -> HrmPolicy:
         num_resident_layers=draw(st.integers(0, max_layers - 1)),
         kv_gpu_ratio=draw(st.floats(0, 1)) if on_gpu else 0.0,
         prefill_tokens_per_sweep=draw(st.one_of(st.none(), st.integers(1, 100_000))),
+        prompts_on_gpu=on_gpu or draw(st.booleans()),
+        context_query_tokens=draw(st.sampled_from([0, 1, 1000])),
     )
 
 
@@ -186,6 +188,8 @@ def test_more_layers_than_there_are_is_refused() -> None:
         {"micro_batch_size": 1, "num_micro_batches": 1, "kv_gpu_ratio": 0.5},
         {"micro_batch_size": 1, "num_micro_batches": 1, "attention_on_gpu": True, "kv_gpu_ratio": 1.5},
         {"micro_batch_size": 1, "num_micro_batches": 1, "num_resident_layers": -1},
+        {"micro_batch_size": 1, "num_micro_batches": 1, "attention_on_gpu": True, "prompts_on_gpu": False},
+        {"micro_batch_size": 1, "num_micro_batches": 1, "context_query_tokens": -1},
     ],
 )
 def test_an_impossible_policy_is_refused(arguments: dict[str, int]) -> None:

@@ -14,10 +14,15 @@ from vllm_moe_lightning.engine_plan import EnginePlan
 from vllm_moe_lightning.engine_planning import EnginePlanning, PlannedEngine
 from vllm_moe_lightning.engine_request import EngineRequest, GivenLimits
 from vllm_moe_lightning.errors import PolicyInfeasibleError
-from vllm_moe_lightning.hardware import GIB
+from vllm_moe_lightning.hardware import EMULATED_GPU_NAME, GIB
 from vllm_moe_lightning.hardware_presets import preset_profile
 from vllm_moe_lightning.model_config import read_model_spec
+from vllm_moe_lightning.planned_job import policy_of
+from vllm_moe_lightning.policy.limits import Batching
+from vllm_moe_lightning.policy.search import explain
+from vllm_moe_lightning.resources import HrmResource
 from vllm_moe_lightning.tensor_parallel import model_of_rank
+from vllm_moe_lightning.workload import steady_load
 
 MIXTRAL = read_model_spec(Path(__file__).parent / "model_configs/mixtral-8x7b.json")
 BLOCK_BYTES = 128 * MIXTRAL.kv_bytes_per_token
@@ -216,6 +221,50 @@ def test_the_schedule_that_attends_on_the_device_is_planned_with_its_frames_and_
     assert (policy.attention_on_gpu, policy.kv_gpu_ratio) == (True, 0.0)
     assert engine.policy.gpu_memory.items["KV frames"] > 0
     assert "schedule" not in engine.plan.reasons
+
+
+def emulated_request(**options: Any) -> EngineRequest:
+    emulated = replace_struct(T4, gpu=replace_struct(T4.gpu, name=EMULATED_GPU_NAME))
+    return replace(request(expected_prompt_tokens=1700.0, expected_generation_tokens=64, **options), profile=emulated)
+
+
+def test_prompts_are_planned_with_attention_where_the_engine_will_have_it() -> None:
+    by_default, on_device = (planned(emulated_request(**options)) for options in ({}, {"prefill_attention": "device"}))
+    assert not by_default.plan.prompts_on_device
+    assert by_default.plan.reasons["prefill_attention"].startswith("auto: ")
+    assert on_device.plan.prompts_on_device
+    assert on_device.plan.reasons["prefill_attention"] == "given"
+    assert plan(request()).prompts_on_device
+    assert not plan(request(prefill_attention="cpu")).prompts_on_device
+    # The same policy, explained with prompts in the other place, keeps the CPU busy for less.
+    policy, machine, work = by_default.policy.policy, by_default.machine, by_default.workload
+    other = explain(MIXTRAL, machine, work, Batching.CONTINUOUS, replace(policy, prompts_on_gpu=True))
+    busy, other_busy = (engine.cost.decode.busy_s for engine in (by_default.policy, other))
+    assert busy[HrmResource.CPU] > other_busy[HrmResource.CPU]
+    assert busy[HrmResource.GPU] < other_busy[HrmResource.GPU]
+
+
+def test_a_job_is_predicted_with_prompts_in_the_place_of_the_plan() -> None:
+    for options in ({}, {"prefill_attention": "device"}, {"prefill_context": "link"}):
+        made = plan(emulated_request(**options))
+        policy = policy_of(made)
+        places = (policy.prompts_on_gpu, policy.context_query_tokens)
+        assert places == (made.prompts_on_device, made.context_query_tokens)
+    on_device = plan(emulated_request(schedule="s4"))
+    assert on_device.prompts_on_device
+    assert "prefill_attention" not in on_device.reasons
+
+
+@pytest.mark.parametrize("context", ["auto", "cpu"])
+def test_prompts_longer_than_a_sweep_s_room_are_planned_in_chunks(context: str) -> None:
+    """The search's whole table is checked by the formula of single policies: a plan that is off would warn."""
+    given = GivenLimits(max_num_seqs=8)
+    long = request(given, expected_prompt_tokens=3500.0, expected_generation_tokens=500, prefill_context=context)
+    engine = planned(long)
+    assert engine.policy.warnings == ()
+    load = steady_load(engine.workload, engine.policy.policy)
+    assert load.prefill_cuts.first_tokens == pytest.approx(2048 / 3500)
+    assert (engine.plan.context_query_tokens > 0) == (context == "auto")
 
 
 def test_a_schedule_that_the_prediction_is_not_about_is_named() -> None:

@@ -1,11 +1,14 @@
 """Whole jobs: every request gets its tokens, ramp-up and tail cost what they cost, limits are kept."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_moe_lightning.cost_model import steady_state_cost
 from vllm_moe_lightning.hardware_presets import preset_profile
-from vllm_moe_lightning.job_prediction import Job, SweepLimits, job_loads, predict_job
+from vllm_moe_lightning.job_prediction import Job, SweepLimits, job_loads, predict_job, prompt_cuts
 from vllm_moe_lightning.model_config import spec_from_config
+from vllm_moe_lightning.prompt_cuts import PromptCuts
 from vllm_moe_lightning.workload import HrmPolicy, Workload
 
 MIXTRAL = {
@@ -32,6 +35,31 @@ def test_each_prompt_is_read_once_and_each_token_decoded_once_within_the_limits(
     assert sum(load.decode_seqs for load in loads) == job.num_requests * (job.gen_len - 1)
     assert max(load.tokens for load in loads) <= limits.tokens_per_sweep + 1e-6
     assert max(load.decode_seqs for load in loads) <= limits.max_num_seqs
+
+
+@pytest.mark.parametrize(
+    ("job", "slots", "chunks"),
+    [
+        (Job(8, 100, 1), 8, 1.0),
+        (Job(8, 400, 1), 8, 4.0),
+        (Job(8, 400, 1), 3, 3.0),
+        (Job(1, 400, 1), 8, 1.0),
+        (Job(1, 800, 1), 8, 2.0),
+    ],
+    ids=["short ones whole", "four share a sweep", "three slots", "one alone", "one longer than a sweep"],
+)
+def test_long_prompts_share_a_sweep(job: Job, slots: int, chunks: float) -> None:
+    cuts = prompt_cuts(job, SweepLimits(slots, 400), num_micro_batches=4)
+    assert cuts == PromptCuts.equal(job.prompt_len, chunks)
+
+
+def test_long_prompts_take_longer_where_their_attention_has_fewer_flops() -> None:
+    """A T4's cores have a hundredth of its FLOP/s."""
+    on_cpu = replace(POLICY, prompts_on_gpu=False)
+    job, limits = Job(8, 4000, 2), SweepLimits(64, 8000)
+    there, here = (predict_job(SPEC, MACHINE, policy, job, limits) for policy in (POLICY, on_cpu))
+    assert here.time_s > there.time_s
+    assert here.busy_s["cpu"] > 10 * there.busy_s["cpu"]
 
 
 def test_one_batch_with_room_for_all_prompts_is_one_prefill_and_then_decodes() -> None:

@@ -46,6 +46,8 @@ FIGURES = {
     "attention_read.3": (BYTES_PER_S, 45e9),
     "attention_cached.3": (FLOPS_PER_S, 0.3e12),
     "attention_task.3": (SECONDS, 8e-6),
+    "prompt_attention_128.3": (FLOPS_PER_S, 0.5e12),
+    "prompt_attention_64.3": (FLOPS_PER_S, 0.3e12),
     "expert_ffn_read.3": (BYTES_PER_S, 48e9),
     "expert_ffn_gemm.3": (FLOPS_PER_S, 0.6e12),
     "emulated_h2d": (BYTES_PER_S, 9e9),
@@ -124,6 +126,31 @@ def test_the_profile_takes_peaks_from_readings_and_efficiencies_from_their_ratio
     # Device and host share one memory, which must not be planned with twice.
     assert profile.gpu.memory_bytes + profile.cpu.memory_bytes == 32 * GIB
     assert profile_from_json(profile_to_json(profile)) == profile
+
+
+def test_attention_of_prompts_takes_what_was_measured_at_either_head_size() -> None:
+    """At half the size a logit's softmax weighs twice as much."""
+    profile = fake_profile()
+    reached = profile.efficiencies
+    assert reached.cpu_prompt_attention == pytest.approx(1.5e12 / 0.4e12)  # 1 / (2 / 0.5 - 1 / 0.3)
+    assert reached.cpu_logit_flops == pytest.approx(1024)
+    logits = 1e9
+    for head_dim, flops_per_s in ((128, 0.5e12), (64, 0.3e12)):
+        seconds = Machine(profile).cpu_prompt_attention_s(logits * (4 * head_dim + reached.cpu_logit_flops), 0.0)
+        assert seconds == pytest.approx(logits * 4 * head_dim / flops_per_s)
+    assert "prompt_attention_128.3" in profile.sources["efficiencies.cpu_logit_flops"]
+    assert profile_from_json(profile_to_json(profile)) == profile
+
+
+@pytest.mark.parametrize(
+    ("half_size", "flops_per_s", "logit_flops"),
+    [(2.0, 1.0, 0.0), (0.4, 20.0, 19 * 512.0)],
+    ids=["faster at half the size", "more than twice as slow"],
+)
+def test_a_disturbed_reading_of_prompts_gives_figures_that_can_be(
+    half_size: float, flops_per_s: float, logit_flops: float
+) -> None:
+    assert profiling.flops_and_logit_flops(1.0, half_size) == pytest.approx((flops_per_s, logit_flops))
 
 
 def test_every_measured_figure_has_its_source() -> None:
@@ -205,9 +232,14 @@ def test_a_very_small_measurement_of_this_machine_gives_a_profile(
     )
     assert machine.profile.measured_at is not None
     assert machine.profile.gpu.flops_per_s > 0
-    assert {"attention_read", "memcpy", "gemm_float32", "expert_ffn_read", "expert_ffn_gemm"} <= {
-        r.name.partition(".")[0] for r in machine.readings
-    }
+    assert {
+        "attention_read",
+        "prompt_attention_128",
+        "memcpy",
+        "gemm_float32",
+        "expert_ffn_read",
+        "expert_ffn_gemm",
+    } <= {r.name.partition(".")[0] for r in machine.readings}
     assert steps[-1][1] == steps[-1][2] == len(steps) - 1
     assert not list(tmp_path.iterdir())  # the disk probe's file is gone
 
@@ -277,6 +309,15 @@ def test_a_profile_without_the_efficiencies_of_cpu_experts_still_loads_with_the_
     del raw["efficiencies"]["cpu_experts_bandwidth"]
     loaded = profile_from_json(msgspec.json.encode(raw))
     assert loaded.efficiencies.cpu_experts_bandwidth == KernelEfficiencies().cpu_experts_bandwidth
+
+
+def test_a_profile_from_before_prompts_were_measured_on_the_cpu_has_them_run_like_decode_attention() -> None:
+    raw = msgspec.json.decode(profile_to_json(fake_profile()))
+    del raw["efficiencies"]["cpu_prompt_attention"], raw["efficiencies"]["cpu_logit_flops"]
+    loaded = profile_from_json(msgspec.json.encode(raw))
+    assert (loaded.efficiencies.cpu_prompt_attention, loaded.efficiencies.cpu_logit_flops) == (None, 0.0)
+    machine = Machine(loaded)
+    assert machine.cpu_prompt_attention_s(1e12, 0.0) == machine.cpu_attention_s(1e12, 0.0)
 
 
 def test_an_absurd_figure_in_the_cache_is_not_used(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -34,6 +35,11 @@ def test_what_a_micro_batch_costs_anyway_weighs_nothing() -> None:
     slow_launches = msgspec.structs.replace(T4, overheads=overheads)
     cost = query_token_cost(MIXTRAL, T4, POLICY, LOAD)
     assert query_token_cost(MIXTRAL, slow_launches, POLICY, LOAD) == pytest.approx(cost, abs=1)
+
+
+def test_prompts_on_the_cpu_change_nothing_of_a_context_token_that_a_decode_token_reads() -> None:
+    on_cpu = replace(POLICY, prompts_on_gpu=False)
+    assert query_token_cost(MIXTRAL, T4, on_cpu, LOAD) == query_token_cost(MIXTRAL, T4, POLICY, LOAD)
 
 
 @pytest.mark.parametrize("load", [SweepLoad(prefill_seqs=8, prefill_len=100), SweepLoad()])

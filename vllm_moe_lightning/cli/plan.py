@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from vllm_moe_lightning.model_spec import MoeModelSpec
     from vllm_moe_lightning.policy.limits import PlanLimits
     from vllm_moe_lightning.policy.search import PlannedPolicy
+    from vllm_moe_lightning.prompt_place import PromptPlaces
     from vllm_moe_lightning.workload import Workload
 
 
@@ -50,6 +52,10 @@ PromptLenOption = Annotated[float, typer.Option(min=1, help="Mean prompt length 
 GenLenOption = Annotated[int, typer.Option(min=1, help="Tokens to generate per prompt.")]
 KvCacheTypeOption = Annotated[KvCacheType, typer.Option(help="As for vllm serve; auto: the model's own type.")]
 BatchingOption = Annotated[BatchingName, typer.Option(help="Steady state of serving, or the paper's static batch.")]
+PromptAttentionOption = Annotated[
+    Place,
+    typer.Option(help="Where prompts are attended to, if decode attention is on the CPU; auto: as the engine does."),
+]
 GanttOption = Annotated[Path | None, typer.Option(help="Where a simulated sweep is drawn, as PNG, SVG or PDF.")]
 TraceOption = Annotated[Path | None, typer.Option(help="Where the simulated sweep goes as a chrome trace.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
@@ -69,6 +75,7 @@ def plan(
     batching: BatchingOption = BatchingName.continuous,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Most sequences at a time.")] = None,
     attention: Annotated[Place, typer.Option(help="Where decode attention runs.")] = Place.auto,
+    prompt_attention: PromptAttentionOption = Place.auto,
     prefill_tokens: Annotated[int | None, typer.Option(min=1, help="Most prompt tokens of a prefill sweep.")] = None,
     time_limit_s: Annotated[float, typer.Option(min=0.01, help="Of the solver.")] = 10.0,
     compare: Annotated[str | None, typer.Option(help="GPU presets, comma-separated: one row for each.")] = None,
@@ -99,9 +106,10 @@ def plan(
             raise typer.BadParameter("--compare names the GPUs; drop --gpu, --hardware, --plot, --gantt and --trace")
         names = [name.strip() for name in compare.split(",") if name.strip()]
         boxes = {name: checked(partial(machine, name)) for name in names}
-        _compare(spec, boxes, workload, limits, as_json)
+        _compare(spec, boxes, workload, limits, prompt_attention, as_json)
         return
     profile = checked(lambda: machine(gpu))
+    limits = replace(limits, **_prompt_places(prompt_attention, spec, profile))
     planned = _find(spec, profile, workload, limits)
     if plot is not None:
         _plot(spec, profile, workload, planned, plot)
@@ -137,6 +145,7 @@ def explain(
     num_resident_layers: Annotated[int, typer.Option(min=0)] = 0,
     num_disk_layers: Annotated[int, typer.Option(min=0)] = 0,
     attention: Annotated[Place, typer.Option(help="Where decode attention runs; auto: CPU.")] = Place.auto,
+    prompt_attention: PromptAttentionOption = Place.auto,
     ffn: Annotated[Place, typer.Option(help="Where the experts of streamed layers run; auto: GPU.")] = Place.auto,
     kv_gpu_ratio: Annotated[float, typer.Option(min=0.0, max=1.0)] = 0.0,
     prefill_tokens: Annotated[int | None, typer.Option(min=1, help="Most prompt tokens of a prefill sweep.")] = None,
@@ -153,6 +162,9 @@ def explain(
     profile = checked(lambda: _machine(gpu, host, hardware, num_gpus, link_gb_per_s, host_memory_gb))
 
     def explained() -> PlannedPolicy:
+        places = _prompt_places(prompt_attention, spec, profile)
+        if attention is Place.gpu and prompt_attention is not Place.cpu:
+            places["prompts_on_gpu"] = True  # with decode attention, whatever the model has
         policy = HrmPolicy(
             micro_batch_size=micro_batch_size,
             num_micro_batches=num_micro_batches,
@@ -162,6 +174,7 @@ def explain(
             kv_gpu_ratio=kv_gpu_ratio,
             num_disk_layers=num_disk_layers,
             prefill_tokens_per_sweep=prefill_tokens,
+            **places,
         )
         return search.explain(spec, profile, workload, Batching(batching.value), policy)
 
@@ -189,6 +202,18 @@ def _model_and_workload(
     return spec, Workload(prompt_len=prompt_len, gen_len=gen_len)
 
 
+def _prompt_places(place: Place, spec: MoeModelSpec, profile: HardwareProfile) -> PromptPlaces:
+    from vllm_moe_lightning.config import MoeLightningConfig
+    from vllm_moe_lightning.prompt_place import prompt_places
+
+    options = {
+        Place.auto: MoeLightningConfig(),
+        Place.cpu: MoeLightningConfig(prefill_attention="cpu", prefill_context="cpu"),
+        Place.gpu: MoeLightningConfig(prefill_attention="device", prefill_context="link"),
+    }[place]
+    return prompt_places(options, spec, profile)
+
+
 def _machine(
     gpu: str | None,
     host: str | None,
@@ -197,7 +222,7 @@ def _machine(
     link_gb_per_s: float | None,
     host_memory_gb: float | None,
 ) -> HardwareProfile:
-    from msgspec.structs import replace
+    from msgspec.structs import replace as replace_struct
 
     from vllm_moe_lightning.hardware import read_profile
     from vllm_moe_lightning.hardware_presets import GPU_PRESETS, preset_profile
@@ -212,9 +237,11 @@ def _machine(
         profile = preset_profile(gpu, host, num_gpus)
     if link_gb_per_s is not None:
         speed = link_gb_per_s * 1e9
-        profile = replace(profile, link=replace(profile.link, h2d_bytes_per_s=speed, d2h_bytes_per_s=speed))
+        link = replace_struct(profile.link, h2d_bytes_per_s=speed, d2h_bytes_per_s=speed)
+        profile = replace_struct(profile, link=link)
     if host_memory_gb is not None:
-        profile = replace(profile, cpu=replace(profile.cpu, memory_bytes=int(host_memory_gb * 1e9)))
+        cpu = replace_struct(profile.cpu, memory_bytes=int(host_memory_gb * 1e9))
+        profile = replace_struct(profile, cpu=cpu)
     return profile
 
 
@@ -231,7 +258,12 @@ def _find(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, limi
 
 
 def _compare(
-    spec: MoeModelSpec, boxes: dict[str, HardwareProfile], workload: Workload, limits: PlanLimits, as_json: bool
+    spec: MoeModelSpec,
+    boxes: dict[str, HardwareProfile],
+    workload: Workload,
+    limits: PlanLimits,
+    prompt_attention: Place,
+    as_json: bool,
 ) -> None:
     """A row for each machine; one that nothing fits gets its reason, and spoils nothing for the others."""
     from vllm_moe_lightning.errors import PolicyInfeasibleError
@@ -240,7 +272,8 @@ def _compare(
     plans: dict[str, PlannedPolicy | str] = {}
     for name, profile in boxes.items():
         try:
-            plans[name] = find_policy(spec, profile, workload, limits)
+            placed = replace(limits, **_prompt_places(prompt_attention, spec, profile))
+            plans[name] = find_policy(spec, profile, workload, placed)
         except PolicyInfeasibleError as error:
             plans[name] = str(error)
     if as_json:

@@ -57,11 +57,20 @@ def _policy_table(spec: MoeModelSpec, planned: PlannedPolicy) -> Table:
     table.add_row("batch", batch)
     kv = f", {policy.kv_gpu_ratio:.1%} of the KV cache there" if policy.attention_on_gpu else ""
     table.add_row("attention", f"on the {'GPU' if policy.attention_on_gpu else 'CPU'}{kv}")
+    table.add_row("prompts", f"attended to on the {'GPU' if policy.prompts_on_gpu else 'CPU'}{_later_chunks(policy)}")
     table.add_row("experts", f"on the {'GPU' if policy.ffn_on_gpu else 'CPU'}")
     streamed = spec.num_moe_layers - policy.num_resident_layers - policy.num_disk_layers
     disk = f", {policy.num_disk_layers:g} on disk" if policy.num_disk_layers else ""
     table.add_row("layers", f"{policy.num_resident_layers:g} resident, {streamed:g} in host memory{disk}")
     return table
+
+
+def _later_chunks(policy: HrmPolicy) -> str:
+    """What is said of chunks with a context where those of a prompt are not all attended to in one place."""
+    least = policy.context_query_tokens
+    if policy.attention_on_gpu or bool(least) == policy.prompts_on_gpu:
+        return ""
+    return f", later chunks of {least} tokens or more on the GPU" if least else ", later chunks on the CPU"
 
 
 def _label(resource: HrmResource, policy: HrmPolicy) -> str:

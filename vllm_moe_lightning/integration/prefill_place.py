@@ -11,16 +11,14 @@ from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.integration.forward import ContextLimits
 from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
+from vllm_moe_lightning.prompt_place import least_query_tokens, wants_device
 
 logger = init_logger("vllm.vllm_moe_lightning.prefill_place")
-
-DEFAULT_CONTEXT_QUERY_TOKENS = 8  # where no plan says
 
 
 def prefill_of(options: MoeLightningConfig, device_kind: str, attention_layers: Sequence[Any]) -> DevicePrefill | None:
     """Attention of prompts without context on the device; None: the CPU's."""
-    wanted = options.prefill_attention
-    if wanted == "cpu" or (wanted == "auto" and device_kind == "emulated"):
+    if not wants_device(options, is_emulated=device_kind == "emulated"):
         return None
     prefill = TorchPrefill()
     unfit = [layer.layer_name for layer in attention_layers if not prefill.supports(layer.impl.options)]
@@ -40,9 +38,9 @@ def context_limits_of(
 ) -> ContextLimits | None:
     """For prompts with context; None: the CPU's."""
     plan = plan_of(vllm_config)
-    planned = plan.context_query_tokens if plan is not None and device_kind == "cuda" else 0
-    least = planned or (DEFAULT_CONTEXT_QUERY_TOKENS if options.prefill_context == "link" else 0)
-    if options.prefill_context == "cpu" or not least:
+    planned = plan.context_query_tokens if plan is not None else 0
+    least = least_query_tokens(options, planned, is_emulated=device_kind == "emulated")
+    if not least:
         return None
     impls = [layer.impl for layer in attention_layers]
     for is_so, what in (

@@ -116,9 +116,9 @@ class Runtime:
             largest = max(layer.num_bytes for layer in self._experts)
             _warn_of_difference("the experts of a layer", self._plan.expert_layer_bytes, largest)
         if self._was_cast:
-            for layer in self._experts:
-                for name, parameter in layer.parameters.items():
-                    refuse_overflow(f"{layer.name} ({name})", parameter.data)
+            for experts in self._experts:
+                for name, parameter in experts.parameters.items():
+                    refuse_overflow(f"{experts.name} ({name})", parameter.data)
         policy = fixed_policy(self.options, [layer.num_bytes for layer in self._experts])
         store = PagedWeightStore(self._experts, policy, self.device)
         self._bring_the_rest_to_the_device()

@@ -94,6 +94,9 @@ class PlanTable:
     num_moe_layers: int
     prefill_tokens_per_sweep: int | None
     lookahead: int
+    prompts_on_gpu: bool
+    """Where decode attention is on the CPU."""
+    context_query_tokens: int
     least_kv_ratio: float = 0.0
     """What a choice's KV ratio counts from; the lines do too."""
 
@@ -142,6 +145,8 @@ class PlanTable:
             num_disk_layers=int(disk),
             prefill_tokens_per_sweep=self.prefill_tokens_per_sweep,
             lookahead=self.lookahead,
+            prompts_on_gpu=self.prompts_on_gpu or bool(self.attention_on_gpu[row]),
+            context_query_tokens=self.context_query_tokens,
         )
 
 
@@ -155,6 +160,8 @@ class _PolicyArrays:
     ffn_on_gpu: bool
     prefill_tokens_per_sweep: int | None
     lookahead: int
+    prompts_on_gpu: bool
+    context_query_tokens: int
     num_resident_layers: float = 0.0
     kv_gpu_ratio: float = 0.0
     num_disk_layers: float = 0.0
@@ -261,6 +268,8 @@ class _Tabulator:
             ffn_on_gpu,
             limits.prefill_tokens_per_sweep,
             limits.lookahead,
+            prompts_on_gpu=attention_on_gpu or limits.prompts_on_gpu,
+            context_query_tokens=limits.context_query_tokens,
             num_resident_layers=min_resident,
             kv_gpu_ratio=least_kv_ratio,
         )
@@ -301,6 +310,8 @@ class _Tabulator:
             num_moe_layers=self.spec.num_moe_layers,
             prefill_tokens_per_sweep=limits.prefill_tokens_per_sweep,
             lookahead=limits.lookahead,
+            prompts_on_gpu=limits.prompts_on_gpu,
+            context_query_tokens=limits.context_query_tokens,
             least_kv_ratio=least_kv_ratio,
         )
 

@@ -35,6 +35,10 @@ class PlanLimits:
     """All of the KV cache, with attention on the GPU, as vLLM's own backends have it."""
     prefill_tokens_per_sweep: int | None = None
     lookahead: int = 2
+    prompts_on_gpu: bool = True
+    """Of prompts without cached context, where decode attention is on the CPU. No choice of the planner's."""
+    context_query_tokens: int = 1
+    """HrmPolicy's; likewise."""
     time_limit_s: float = 10.0
 
     def __post_init__(self) -> None:

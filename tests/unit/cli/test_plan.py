@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import typer
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from vllm_moe_lightning.cli import plan as plan_cli
-from vllm_moe_lightning.hardware import write_profile
+from vllm_moe_lightning.hardware import EMULATED_GPU_NAME, write_profile
 from vllm_moe_lightning.hardware_presets import preset_profile
 
 MIXTRAL = {
@@ -54,6 +55,7 @@ def run(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return call
 
 
+PROMPTS_ON_CPU = ("--prompt-attention", "cpu")
 SIZES = ("--prompt-len", "77", "--gen-len", "128")
 
 
@@ -172,6 +174,49 @@ def test_explaining_the_plan_gives_its_figures(run: Callable[..., Any]) -> None:
     assert explained["predicted"] == plan["predicted"]
     assert explained["memory"] == plan["memory"]
     assert explained["found_by"] == "given"
+
+
+LONG_PROMPTS = ("--prompt-len", "2000", "--gen-len", "64", "--micro-batch-size", "8", "--num-micro-batches", "4")
+
+
+def test_prompts_are_attended_to_where_the_engine_would_or_where_one_says(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    t4 = preset_profile("t4")
+    emulated = replace(t4, gpu=replace(t4.gpu, name=EMULATED_GPU_NAME))
+    write_profile(emulated, tmp_path / "emulated.json")
+
+    def explained(*arguments: str) -> Any:
+        result = run("explain", *LONG_PROMPTS, *arguments, "--json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    profile = ("--hardware", str(tmp_path / "emulated.json"))
+    auto, cpu, gpu = (explained(*profile, *given) for given in ((), PROMPTS_ON_CPU, ("--prompt-attention", "gpu")))
+    assert auto == cpu
+    assert (auto["policy"]["prompts_on_gpu"], gpu["policy"]["prompts_on_gpu"]) == (False, True)
+    busy, busy_of_gpu = (plan["predicted"]["sweep"]["busy_s"] for plan in (auto, gpu))
+    assert busy["cpu"] > busy_of_gpu["cpu"]
+    assert explained("--gpu", "t4")["policy"]["prompts_on_gpu"]
+    report = run("explain", *LONG_PROMPTS, *profile, "--prompt-attention", "gpu")
+    assert "attended to on the GPU, later chunks of" not in report.stdout
+    assert "attended to on the CPU" in run("explain", *LONG_PROMPTS, *profile).stdout
+
+
+def test_a_plan_is_made_with_prompts_where_one_says(run: Callable[..., Any]) -> None:
+    policies = [
+        json.loads(run("plan", "--gpu", "t4", *SIZES, *given, "--json").stdout)["policy"]
+        for given in ((), PROMPTS_ON_CPU)
+    ]
+    assert [policy["prompts_on_gpu"] for policy in policies] == [True, False]
+    compared = json.loads(run("plan", "--compare", "t4,l4", *SIZES, *PROMPTS_ON_CPU, "--json").stdout)["plans"]
+    assert {plan["policy"]["prompts_on_gpu"] for plan in compared.values()} == {False}
+
+
+def test_prompts_on_the_cpu_beside_decode_tokens_on_the_gpu_are_refused(run: Callable[..., Any]) -> None:
+    result = run("explain", "--gpu", "t4", *LONG_PROMPTS, "--attention", "gpu", *PROMPTS_ON_CPU)
+    assert result.exit_code == 2
+    assert "prompts_on_gpu" in result.stderr
 
 
 def test_a_policy_that_does_not_fit_is_explained_too(run: Callable[..., Any]) -> None:
