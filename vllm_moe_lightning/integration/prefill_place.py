@@ -7,9 +7,11 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_moe_lightning.attention_memory import CONTEXT_FRAME_BYTES, MIB
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.integration.forward import ContextLimits
+from vllm_moe_lightning.kv_cache import kv_bytes_per_token
 from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
 from vllm_moe_lightning.prompt_place import least_query_tokens, wants_device
 
@@ -53,4 +55,15 @@ def context_limits_of(
                 "moe_lightning: prompts with context are attended to on the CPU: the device does not know %s", what
             )
             return None
-    return ContextLimits(least, -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size))
+    block_size, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
+    element_bytes = vllm_config.model_config.dtype.itemsize
+    token_bytes = max(kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes) for impl in impls)
+    num_blocks = min(-(-longest // block_size), CONTEXT_FRAME_BYTES // (token_bytes * block_size))
+    if num_blocks * block_size < longest:
+        logger.warning(
+            "moe_lightning: prompts are attended to on the CPU from %d tokens on, since their context takes more than "
+            "%d MiB of the device in each layer",
+            num_blocks * block_size + 1,
+            CONTEXT_FRAME_BYTES // MIB,
+        )
+    return ContextLimits(least, num_blocks)

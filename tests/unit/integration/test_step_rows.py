@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's rows come to host memory with their values as of then, from a GPU in one copy that nobody waits for early."""
+"""A step's rows come to host memory with their values then, from a GPU in one copy that is not waited for early."""
 
 from __future__ import annotations
 
