@@ -22,6 +22,16 @@ def profile_run(llm: Any) -> list[int]:
     return dummy_runs[-1]
 
 
+def prompts_by_flash_attention() -> None:
+    """A stand-in for vLLM's, which needs a GPU."""
+    from tests.helpers.varlen_attention import VarlenAttention
+    from vllm_moe_lightning.integration import runtime
+    from vllm_moe_lightning.integration.flash_attention import FlashPrefill
+
+    kernel = FlashPrefill(VarlenAttention(), 2, torch.clone)
+    runtime.prefill_kernel = lambda device, layers, vllm_config: kernel
+
+
 def device_is_cuda() -> None:
     """The statistics then say, under "proof", what the log's check trips over: nothing, if every conflict is ordered
     by streams and events alone."""

@@ -28,11 +28,19 @@ VARIANTS = {
 }
 
 
+FLASH_ATTENTION = "tests.helpers.cuda_double_in_vllm:prompts_by_flash_attention"
+
+
 @pytest.mark.parametrize(
-    ("variant", "runner"), [*((variant, "v1") for variant in VARIANTS), ("prompts on the device", "v2")]
+    ("variant", "runner", "more"),
+    [
+        *((variant, "v1", ()) for variant in VARIANTS),
+        ("prompts on the device", "v2", ()),
+        ("prompts on the device", "v1", (FLASH_ATTENTION,)),
+    ],
 )
 def test_the_engine_on_cuda_streams_gives_the_same_tokens_and_every_conflict_is_ordered(
-    variant, runner, checkpoint, hf_result
+    variant, runner, more, checkpoint, hf_result
 ):
     prompts, options = standard_prompts(NUM_PROMPTS), VARIANTS[variant]
     counts = (1,) if variant == "attention on the device" else (1, 3)
@@ -45,7 +53,7 @@ def test_the_engine_on_cuda_streams_gives_the_same_tokens_and_every_conflict_is_
         runner=runner,
         options=options,
         debug={"poison": True},
-        preload=PRELOAD,
+        preload=[*PRELOAD, *more],
         engine_args=chunked,
     )
     oracle = hf_result("qwen2_moe", num_prompts=NUM_PROMPTS)

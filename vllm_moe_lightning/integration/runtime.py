@@ -20,7 +20,7 @@ from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.cpu_experts import CpuExperts
 from vllm_moe_lightning.integration.fetched_experts import FetchedExpertPlaces
-from vllm_moe_lightning.integration.forward import ContextLimits, PipelinedForward
+from vllm_moe_lightning.integration.forward import PipelinedForward
 from vllm_moe_lightning.integration.offloader import (
     expert_buffers,
     expert_layers,
@@ -29,7 +29,7 @@ from vllm_moe_lightning.integration.offloader import (
 )
 from vllm_moe_lightning.integration.peers import NodeRanks
 from vllm_moe_lightning.integration.platform import is_cuda
-from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
+from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_kernel, prefill_of
 from vllm_moe_lightning.integration.trace_requests import TraceRequests
 from vllm_moe_lightning.integration.unstreamed_experts import prepare_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
@@ -196,9 +196,12 @@ class Runtime:
         prefill = context = None
         self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
         if not self._attends_on_device:
-            prefill = prefill_of(self.options, self.device.kind, self._attention_layers)
+            kernel = prefill_kernel(self.device, self._attention_layers, self._vllm_config)
+            prefill = prefill_of(self.options, self.device.kind, self._attention_layers, kernel)
             context = context_limits_of(self.options, self.device.kind, self._attention_layers, self._vllm_config)
-            self._paths = self._host_attention_paths(prefill, context)
+            if context is not None:
+                self._context_frames = ContextFrames(self.device, self._cache_of, context.num_blocks, kernel)
+            self._paths = self._host_attention_paths(prefill)
             self._reads_context = context is not None or self.options.schedule == "s4"
         PipelinedForward(
             model,
@@ -230,9 +233,7 @@ class Runtime:
             logger.info("moe_lightning: experts on the CPU, by a sweep's tokens: %s", _told(table))
         return CpuExperts(self._running, modules, self._pool, most_tokens, table).places
 
-    def _host_attention_paths(
-        self, prefill: DevicePrefill | None, context: ContextLimits | None
-    ) -> dict[str, AttentionPath]:
+    def _host_attention_paths(self, prefill: DevicePrefill | None) -> dict[str, AttentionPath]:
         """By schedule."""
         for layer in self._attention_layers:
             layer.use_direct_call = True
@@ -241,8 +242,6 @@ class Runtime:
             (impl.num_heads + 2 * impl.num_kv_heads) * impl.head_size * element_bytes
             for impl in (layer.impl for layer in self._attention_layers)
         )
-        if context is not None:
-            self._context_frames = ContextFrames(self.device, self._cache_of, context.num_blocks)
         host = HostAttention(
             self.device,
             self._pool,

@@ -28,10 +28,22 @@ class _Batch:
 
 
 @dataclass(frozen=True)
+class RowsAtOnce:
+    """The same rows for a kernel that takes sequences of all lengths together."""
+
+    query_start: torch.Tensor  # int32 [S + 1]
+    seq_lens: torch.Tensor  # int32 [S]
+    block_table: torch.Tensor  # int32 [S, blocks]
+    longest_query: int
+    longest_seq: int
+
+
+@dataclass(frozen=True)
 class PagedRows:
     """Where a micro-batch's tokens and context lie: indices on the device, sizes in host memory."""
 
     batches: tuple[_Batch, ...]
+    at_once: RowsAtOnce
     written_tokens: torch.Tensor  # int64 [W], those whose keys and values are written
     written_blocks: torch.Tensor  # int64 [W]
     written_offsets: torch.Tensor  # int64 [W]
@@ -47,7 +59,7 @@ class PagedRows:
         key_bytes: int,  # of K and V of one token and head
         to_device: Callable[[torch.Tensor], torch.Tensor],
     ) -> PagedRows:
-        """From rows in host memory, in one copy to the device."""
+        """From rows in host memory, in two copies to the device."""
         first_tokens = query_start.tolist()
         first_positions = (seq_lens - query_start.diff()).tolist()
         lengths = seq_lens.tolist()
@@ -59,9 +71,7 @@ class PagedRows:
             num_blocks = -(-max(lengths[begin:end]) // block_size)
             host.append(block_table[begin:end, :num_blocks].long())
             host.append(torch.tensor(first_positions[begin:end], dtype=torch.int64))
-        packed = to_device(torch.cat([tensor.reshape(-1) for tensor in host]))
-        parts = packed.split([tensor.numel() for tensor in host])
-        at_hand = [part.view(tensor.shape) for part, tensor in zip(parts, host, strict=True)]
+        at_hand = _moved(host, to_device)
         batches = tuple(
             _Batch(
                 first_tokens[begin],
@@ -71,7 +81,17 @@ class PagedRows:
             )
             for (begin, end), table, positions in zip(groups, at_hand[3::2], at_hand[4::2], strict=True)
         )
-        return cls(batches, *at_hand[:3])
+        seqs = [query_start, seq_lens, block_table[:, : -(-max(lengths) // block_size)]]
+        starts, lens, table = _moved(seqs, to_device)
+        at_once = RowsAtOnce(starts, lens, table, int(query_start.diff().max()), max(lengths))
+        return cls(batches, at_once, *at_hand[:3])
+
+
+def _moved(tensors: Sequence[torch.Tensor], to_device: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+    """Of one type, in one copy."""
+    packed = to_device(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    parts = packed.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _groups(query_lens: Sequence[int], seq_lens: Sequence[int], most_keys: int) -> Iterator[tuple[int, int]]:

@@ -17,6 +17,7 @@ from vllm_moe_lightning.kernels import torch_attention
 from vllm_moe_lightning.kernels.torch_attention import PagedRows
 from vllm_moe_lightning.kv_cache import HostKvCache
 from vllm_moe_lightning.pipeline.attention import AttentionOptions, AttentionRows, attention_task
+from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
 from vllm_moe_lightning.pipeline.tasks import TaskKey
 
 NUM_FRAMES = 2  # one is read while the other is filled; more micro-batches make them smaller
@@ -83,10 +84,18 @@ def _adjacent(positions: Sequence[int], host_blocks: Sequence[int]) -> Iterator[
 
 class ContextFrames:
     """Loads contexts and attends over them. `cache_of(layer)`: the layer's host cache. num_blocks: of a frame, which
-    `allocate` then makes at start; None: as many as a sweep needs, made when it comes."""
+    `allocate` then makes at start; None: as many as a sweep needs, made when it comes. kernel: for frames on a GPU;
+    None: torch's."""
 
-    def __init__(self, device: Device, cache_of: Callable[[int], HostKvCache], num_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        cache_of: Callable[[int], HostKvCache],
+        num_blocks: int | None = None,
+        kernel: DevicePrefill | None = None,
+    ) -> None:
         self._device = device
+        self._kernel = kernel or TorchPrefill()
         self._cache_of = cache_of
         self._num_blocks = num_blocks
         self._contexts: dict[int, _Context] = {}
@@ -180,9 +189,7 @@ class ContextFrames:
             )
         blocks = memory.view(cache.blocks.dtype).view(-1, *cache.blocks.shape[1:])
         torch_attention.append(blocks, new_key, new_value, context.on_gpu)
-        torch_attention.paged_attention(
-            query, blocks, context.on_gpu, output, scale=options.scale, sliding_window=options.sliding_window
-        )
+        self._kernel.with_context(query, blocks, context.on_gpu, output, options)
 
 
 def _place(key: TaskKey) -> tuple[int, int]:
