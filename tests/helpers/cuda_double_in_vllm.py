@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_moe_lightning.config import MoeLightningConfig
-from vllm_moe_lightning.device.base import Device
+from vllm_moe_lightning.device.base import Buffer, Device
 
 dummy_runs: list[list[int]] = []
 """Tokens of each micro-batch."""
@@ -36,6 +36,7 @@ def device_is_cuda() -> None:
     """The statistics then say, under "proof", what the log's check trips over: nothing, if every conflict is ordered
     by streams and events alone."""
     from tests.helpers.recording_cuda import RecordingCuda
+    from vllm_moe_lightning.device.cuda import CudaDevice
     from vllm_moe_lightning.errors import HazardError
     from vllm_moe_lightning.integration import runtime, step_rows
     from vllm_moe_lightning.pipeline import context_frames
@@ -54,12 +55,24 @@ def device_is_cuda() -> None:
         landing, packed = torch.full_like(packed, 0xFF), packed.clone()
         return landing, lambda: landing.copy_(packed)  # type: ignore[func-returns-value]
 
-    run_sweep = PipelineExecutor.run_sweep
+    run_sweep, allocate = PipelineExecutor.run_sweep, CudaDevice.allocate
+    allocated_in_sweeps: list[str] = []
+    is_in_sweep = False
+
+    def allocate_and_note(self: CudaDevice, num_bytes: int, name: str) -> Buffer:
+        if is_in_sweep:
+            allocated_in_sweeps.append(name)
+        return allocate(self, num_bytes, name)
 
     def run_and_note(self: PipelineExecutor, batches: Sequence[MicroBatch[Any]], **options: Any) -> list[Any]:
         if options.get("is_dummy"):
             dummy_runs.append([batch.num_tokens for batch in batches])
-        return run_sweep(self, batches, **options)
+        nonlocal is_in_sweep
+        is_in_sweep = True
+        try:
+            return run_sweep(self, batches, **options)
+        finally:
+            is_in_sweep = False
 
     stats = runtime.Runtime.stats
 
@@ -75,11 +88,13 @@ def device_is_cuda() -> None:
             "num_calls": len(cuda.log.calls),
             "pinned": sum(cuda.pinned.values()),
             "steps_brought_down": steps_brought_down,
+            "allocated_in_sweeps": allocated_in_sweeps,
         }
 
     context_frames.are_in_host_memory = lambda device: False  # type: ignore[assignment]
     step_rows.is_in_host_memory = lambda tensor: False  # type: ignore[assignment]
     step_rows.bring_down = bring_down
     runtime.make_device = make_device  # type: ignore[assignment]
+    CudaDevice.allocate = allocate_and_note  # type: ignore[method-assign]
     PipelineExecutor.run_sweep = run_and_note  # type: ignore[method-assign,assignment]
     runtime.Runtime.stats = stats_and_proof  # type: ignore[method-assign]

@@ -65,6 +65,7 @@ def test_the_engine_on_cuda_streams_gives_the_same_tokens_and_every_conflict_is_
         assert stats["proof"] == ""
         assert stats["num_calls"] > 100
         assert stats["pinned"] > 0
+        assert stats["allocated_in_sweeps"] == []
         assert (stats["steps_brought_down"] > 0) == (variant != "attention on the device")
         assert (stats["bytes_paged"] == 0) == (variant == "experts on the CPU")
         assert (stats["bytes_fetched"] > 0) == (variant == "experts fetched")
