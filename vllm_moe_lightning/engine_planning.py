@@ -160,7 +160,7 @@ class EnginePlanning:
             least_prefill_tokens=least,
             total_tokens=tokens,
             most_prefill_tokens=most,
-            context_frame_tokens=-(-self.max_model_len // self.request.block_size) * self.request.block_size,
+            longest_sequence=-(-self.max_model_len // self.request.block_size) * self.request.block_size,
         )
 
     def _prefill_tokens(self, work: Workload, num_seqs: int) -> int:

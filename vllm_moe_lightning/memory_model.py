@@ -62,12 +62,15 @@ def _activation_bytes(
     ffn = max(experts, 3 * max(spec.shared_intermediate, spec.dense_intermediate))
     attention = spec.attention.q_elements_per_token + spec.attention.kv_elements_per_token
     attention += spec.attention.out_elements_per_token
-    longest_prompt = smaller(peak.prefill_tokens, workload.prompt_len_max or workload.prompt_len)
-    # A share of the sweep, unless one prompt is more than that: rows are not cut.
-    tokens = larger(peak.divided(policy.num_micro_batches).tokens, longest_prompt)
+    longest_sequence = workload.prompt_len_max or workload.prompt_len
+    if workload.buffers is not None:
+        longest_sequence = max(longest_sequence, workload.buffers.longest_sequence)
+    # A share of the sweep; but one prompt may have all of its prefill tokens, and rows are not cut.
+    longest_row = smaller(peak.prefill_tokens, longest_sequence)
+    tokens = larger(peak.divided(policy.num_micro_batches).tokens, longest_row)
     attention_bytes = tokens * attention * width
     if policy.prompts_on_gpu or policy.context_query_tokens:
-        num_keys = larger(longest_prompt, _frame_tokens(spec, workload, policy))
+        num_keys = larger(longest_row, _frame_tokens(spec, workload, policy))
         attention_bytes += _prompt_attention_bytes(spec, tokens, num_keys) * profile.gpu.num_gpus
     return larger(tokens * ffn * width, attention_bytes)
 
@@ -87,7 +90,7 @@ def _frame_tokens(spec: MoeModelSpec, workload: Workload, policy: HrmPolicy) -> 
     """Of one frame for prompts' cached context (pipeline/context_frames), which is there from the start."""
     if workload.buffers is None or policy.attention_on_gpu or not policy.context_query_tokens:
         return 0.0
-    return min(workload.buffers.context_frame_tokens, CONTEXT_FRAME_BYTES // spec.kv_bytes_per_token_layer)
+    return min(workload.buffers.longest_sequence, CONTEXT_FRAME_BYTES // spec.kv_bytes_per_token_layer)
 
 
 def _staging_bytes(spec: MoeModelSpec, peak: SweepLoad) -> float:

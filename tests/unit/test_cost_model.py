@@ -394,7 +394,7 @@ def test_attention_of_prompts_takes_gpu_memory_where_it_runs_there(changes: dict
     policy = HrmPolicy(4, 8, prefill_tokens_per_sweep=1, **changes)
 
     def items(context_tokens: int) -> Mapping[str, float]:
-        work = Workload(256, 128, buffers=SweepBuffers(256, context_frame_tokens=context_tokens))
+        work = Workload(256, 128, buffers=SweepBuffers(256, longest_sequence=context_tokens))
         return gpu_memory(MIXTRAL, L4, work, policy, buffered_load(work, policy)).items
 
     experts = 256 * 2 * (2 * 4096 + 3 * 14336) * 2
@@ -420,17 +420,19 @@ def test_attention_of_whole_prompts_takes_gpu_memory_where_it_runs_there() -> No
     assert activations(prompts_on_gpu=True) == activations(prompts_on_gpu=False) + PROMPT_ATTENTION_BYTES + output
 
 
-def test_a_micro_batch_has_room_for_a_prompt_which_is_never_cut() -> None:
-    """However many micro-batches share the sweep's tokens."""
-    work = Workload(2000, 128, buffers=SweepBuffers(2000))
+@pytest.mark.parametrize(("longest", "tokens"), [(0, 500), (4000, 4000), (9000, 8000)])
+def test_a_micro_batch_has_room_for_the_longest_prompt_that_a_sweep_takes(longest: int, tokens: int) -> None:
+    """However many micro-batches share the sweep's tokens: a prompt may be longer than expected, and is not cut."""
+    work = Workload(500, 128, buffers=SweepBuffers(8000, longest_sequence=longest))
 
     def activations(num_micro_batches: int) -> float:
-        policy = HrmPolicy(8, num_micro_batches, prefill_tokens_per_sweep=1)
+        policy = HrmPolicy(1, num_micro_batches, context_query_tokens=0, prefill_tokens_per_sweep=1)
         need = gpu_memory(MIXTRAL, L4, work, policy, buffered_load(work, policy))
         return need.items["activations of a micro-batch"]
 
-    assert activations(8) == activations(4) == 2000 * 2 * (2 * 4096 + 3 * 14336) * 2
-    assert activations(1) > activations(4)
+    per_token = 2 * (2 * 4096 + 3 * 14336) * 2
+    assert activations(100) == tokens * per_token
+    assert activations(1) == 8001 * per_token
 
 
 def test_no_slots_are_needed_where_all_layers_are_resident() -> None:

@@ -6,7 +6,6 @@ back in the step's order. Everything after (logits, sampling, bookkeeping) sees 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -164,11 +163,15 @@ class PipelinedForward:
         return shares
 
     def _split_dummy(self, outer: Any, positions: torch.Tensor) -> list[_Share]:
-        """vLLM tries at its start whether a step of the most tokens fits. No sweep computes that many at once: memory
-        is planned for a micro-batch, at least for a prompt of the expected length (memory_model.py)."""
+        """vLLM tries at its start whether a step of the most tokens fits. No sweep computes that many at once: a
+        micro-batch is an equal share of them, or a prompt that has all of the sweep's prefill tokens, for which memory
+        is planned (memory_model.py)."""
         num_tokens = positions.shape[-1]
-        prompt = math.ceil(self._plan.expected_prompt_tokens) if self._plan else 1
-        ranges = token_ranges(num_tokens, self._num_micro_batches(num_tokens), prompt)
+        longest_row = 1
+        if self._plan is not None:
+            prefill_tokens = self._plan.max_num_batched_tokens - self._plan.max_num_seqs
+            longest_row = max(1, min(prefill_tokens, self._vllm_config.model_config.max_model_len))
+        ranges = token_ranges(num_tokens, self._num_micro_batches(num_tokens), longest_row)
         if len(ranges) == 1:
             return [_Share(None, outer, None)]
         return [
