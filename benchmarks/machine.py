@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,8 @@ def vector_flags() -> list[str]:
 
 
 def commit() -> str:
+    if shutil.which("git") is None:  # a rented machine may have a copy and no git
+        return ""
     git = ["git", "-C", str(ROOT)]
     name = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True).stdout.strip()

@@ -1,64 +1,88 @@
-"""The page-table MoE kernel on a device against float64: pages in no order, experts without tokens, batches of 1 to 256
-tokens."""
+"""The page-table MoE kernel on a device against float64: pages in no order, experts without tokens, 16-bit and float8
+weights, and batches of 1 to 2048 tokens, so that each size of tile is one's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import NamedTuple
+from unittest import mock
 
 import torch
 
+from benchmarks.check_run import CheckRun
 from benchmarks.fp64_checks import TOLERANCE, relative_error
-from vllm_moe_lightning.kernels.page_table import ExpertShape, Matrix, PagedRows, PageTable
-from vllm_moe_lightning.kernels.paged_moe_launch import paged_fused_moe
+from benchmarks.gpu_device import DeviceKind, half_types, torch_device
+from benchmarks.paged_case import PagedBatch, PagedExperts, PagedShape, Weights
+from vllm_moe_lightning.kernels import paged_moe_launch
 from vllm_moe_lightning.kernels.reference_ffn import expert_ffn
+from vllm_moe_lightning.kernels.torch_experts import torch_experts
 
-NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 256, 448, 2
-ROWS_PER_PAGE: dict[Matrix, int] = {"w13": 100, "w2": 60}  # no divisors: experts begin and end inside of pages
-NUM_TOKENS = (1, 37, 256)
-
-
-def paged_moe_checks(device: torch.device, dtypes: Sequence[torch.dtype]) -> list[dict[str, Any]]:
-    """Each element type and batch size once."""
-    return [_row(device, dtype, num_tokens) for dtype in dtypes for num_tokens in NUM_TOKENS]
-
-
-def _row(device: torch.device, dtype: torch.dtype, num_tokens: int) -> dict[str, Any]:
-    rng = torch.Generator().manual_seed(5)
-    shape = ExpertShape(NUM_EXPERTS, HIDDEN, INTERMEDIATE, dtype)
-    w13 = _draw(rng, shape, "w13")
-    w2 = _draw(rng, shape, "w2")
-    hidden = torch.randn(num_tokens, HIDDEN, generator=rng).to(dtype)
-    # The last expert gets no token.
-    ids = torch.stack([torch.randperm(NUM_EXPERTS - 1, generator=rng)[:TOP_K] for _ in range(num_tokens)])
-    weights = torch.rand(num_tokens, TOP_K, generator=rng)
-    (w13_rows, w13_pages), (w2_rows, w2_pages) = (_paged(w, m, device) for w, m in ((w13, "w13"), (w2, "w2")))
-    table = PageTable(shape, w13_rows, w2_rows)
-    got = paged_fused_moe(hidden.to(device), weights.to(device), ids.to(device), table).cpu()
-    del w13_pages, w2_pages  # alive until the kernel has read them
-    expected = expert_ffn(hidden, w13, w2, ids, weights, dtype=torch.float64)
-    error, limit = relative_error(got, expected), TOLERANCE[dtype]
-    return {
-        "check": f"paged_fused_moe {dtype}, {num_tokens} tokens",
-        "error": error,
-        "limit": limit,
-        "ok": error <= limit,
-    }
+# No divisors: experts begin and end inside of pages. One expert gets no token.
+SHAPE = PagedShape(8, 256, 448, 2, {"w13": 100, "w2": 60})
+NUM_ASKED_FOR = 7
+# One choice a tile, small, medium and large tiles.
+NUM_TOKENS = (1, 37, 256, 2048)
+EXPECTED_S = 10.0
+"""Of a case whose kernels have not been compiled yet."""
 
 
-def _draw(rng: torch.Generator, shape: ExpertShape, matrix: Matrix) -> torch.Tensor:
-    rows, columns = shape.num_rows(matrix), shape.num_columns(matrix)
-    return torch.randn(shape.num_experts, rows, columns, generator=rng).mul_(columns**-0.5).to(shape.dtype)
+class Case(NamedTuple):
+    dtype: torch.dtype
+    num_tokens: int
+    weights: Weights = "16 bits"
+    by_bits: bool = False
+    """float8 as chips convert it that have no instruction for it."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}, {self.weights}{' by bits' if self.by_bits else ''}, {self.num_tokens} tokens"
 
 
-def _paged(weights: torch.Tensor, matrix: Matrix, device: torch.device) -> tuple[PagedRows, torch.Tensor]:
-    """(the table's rows, the memory of the pages), pages in reverse. weights: [E, rows, columns]"""
-    rows, step = weights.flatten(0, 1), ROWS_PER_PAGE[matrix]
-    num_pages = -(-len(rows) // step)
-    pages = torch.full((num_pages, step, rows.shape[1]), float("nan"), dtype=weights.dtype)
-    for page, part in enumerate(rows.split(step)):
-        pages[num_pages - 1 - page, : len(part)] = part
-    placed = pages.to(device)
-    addresses = [placed[num_pages - 1 - page].data_ptr() for page in range(num_pages)]
-    first_rows = torch.arange(weights.shape[0], dtype=torch.int32) * weights.shape[1]
-    return PagedRows(torch.tensor(addresses, device=device), first_rows.to(device), step), placed
+def cases(kind: DeviceKind) -> Iterator[Case]:
+    """Those that most depends on first: time may run out, since each has kernels of its own to compile."""
+    *others, measured = half_types(kind)
+    yield from (Case(measured, num_tokens) for num_tokens in NUM_TOKENS)
+    for weights in ("float8 per tensor", "float8 per block"):
+        yield from (Case(measured, num_tokens, weights) for num_tokens in NUM_TOKENS if num_tokens != 37)
+    yield Case(measured, 37, "float8 per tensor", by_bits=True)
+    yield from (Case(dtype, num_tokens) for dtype in others for num_tokens in (1, 2048))
+
+
+def paged_moe_checks(kind: DeviceKind, run: CheckRun, reserve_s: float) -> None:
+    """Each case by itself; those of 16-bit weights are never dropped. Without triton on a GPU each of them fails.
+
+    reserve_s: what later parts take.
+    """
+    device = torch_device(kind)
+    for index, case in enumerate(cases(kind)):
+        name = f"{'paged_fused_moe' if kind is DeviceKind.CUDA else 'its reference'} {case}"
+        if index < len(NUM_TOKENS) or run.has_time_for(name, EXPECTED_S, reserve_s):
+            run.check("page_table_moe", name, lambda case=case: _error(case, device), TOLERANCE[case.dtype])
+
+
+def torch_experts_checks(kind: DeviceKind, run: CheckRun) -> None:
+    """What takes the kernel's place on chips before sm_80, over the same experts."""
+    device = torch_device(kind)
+    for dtype in half_types(kind):
+        run.check(
+            "torch_experts", f"torch_experts {dtype}", lambda dtype=dtype: _torch_error(dtype, device), TOLERANCE[dtype]
+        )
+
+
+def _torch_error(dtype: torch.dtype, device: torch.device) -> float:
+    experts = PagedExperts(SHAPE, dtype, device, "16 bits")
+    batch = PagedBatch(experts, 37, NUM_ASKED_FOR)
+    return _off(batch, torch_experts(*batch.on_device, experts.exact["w13"], experts.exact["w2"]))
+
+
+def _error(case: Case, device: torch.device) -> float:
+    experts = PagedExperts(SHAPE, case.dtype, device, case.weights)
+    batch = PagedBatch(experts, case.num_tokens, NUM_ASKED_FOR)
+    no_chip = mock.patch.object(paged_moe_launch, "FIRST_WITH_FLOAT8", 1000)
+    with no_chip if case.by_bits else nullcontext():
+        return _off(batch, batch.run())
+
+
+def _off(batch: PagedBatch, got: torch.Tensor) -> float:
+    w13, w2 = (batch.experts.exact[matrix].cpu() for matrix in ("w13", "w2"))
+    return relative_error(got.cpu(), expert_ffn(batch.hidden, w13, w2, batch.ids, batch.weights, dtype=torch.float64))

@@ -16,6 +16,7 @@ ScheduleName = Literal["cgopipe", "serial", "s2", "s3", "s4"]
 CopyTiming = Literal["eager", "lazy", "jitter"]
 AdmissionMode = Literal["auto", "worst_case", "expected", "vllm"]
 ExpertsPlace = Literal["device", "cpu", "auto", "fetched"]
+ExpertKernel = Literal["auto", "vllm", "torch"]
 ContextPlace = Literal["auto", "cpu", "link"]
 AttentionPlace = Literal["auto", "cpu", "device"]
 HostMemoryKind = Literal["pinned", "pageable"]
@@ -97,6 +98,10 @@ class MoeLightningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     fetched_up_to_tokens: NonNegativeInt | None = None
     """With experts `fetched`: the largest sweep that fetches. Default: as long as that is predicted to be faster;
     without planner as long as half of a layer's experts are asked for, if all are asked for alike."""
+    expert_kernel: ExpertKernel = "auto"
+    """On the device, for layers that are streamed or resident. `torch`: matrix products expert by expert, of
+    unquantised SiLU experts. `auto`: those on GPUs before sm_80, on which vLLM's kernel, written in Triton, has no
+    tensor cores; elsewhere vLLM's."""
     num_resident_layers: NonNegativeInt | None = None
     """MoE layers whose experts stay on the device, spread evenly over the depth. Without planner: 0."""
     admission: AdmissionMode = "auto"
@@ -192,6 +197,11 @@ def _refuse_what_needs_attention_on_the_cpu(config: MoeLightningConfig) -> None:
         )
     if config.prefill_attention == "cpu":
         raise ValueError(f"{OPTIONS_KEY}.prefill_attention: 'cpu' with attention 'device'; drop one of the two")
+    if config.prefill_context != "auto":
+        raise ValueError(
+            f"{OPTIONS_KEY}.prefill_context: {config.prefill_context!r} with attention 'device', where context is "
+            "anyway; drop one of the two"
+        )
 
 
 def _refuse_unknown(raw: dict[str, Any], struct: type[msgspec.Struct], where: str) -> None:

@@ -63,6 +63,9 @@ class EnginePlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """All other weights, per rank."""
     hardware: str = ""
     """Name of the machine that was planned for."""
+    attention_threads: int = 0
+    """Of each rank's CPU attention, when the machine was measured that the plan is for and that the engine runs on. 0:
+    the figures are of another machine, or the plan has no attention on the CPU."""
     prompts_on_device: bool = True
     """Attention of prompts without cached context."""
     context_query_tokens: int = 0
@@ -101,4 +104,15 @@ def weight_difference(what: str, planned_bytes: int, loaded_bytes: int) -> str |
     return (
         f"{what} take {loaded_bytes} bytes per rank and were planned with {planned_bytes} "
         f"({loaded_bytes / planned_bytes - 1.0:+.1%}), so the plan's times and memory are off by as much"
+    )
+
+
+def thread_difference(measured: int, threads: int) -> str | None:
+    """A sentence if CPU attention has other threads than it was measured with; a plan that does not say has 0."""
+    if measured in (0, threads):
+        return None
+    return (
+        f"CPU attention has {threads} threads on this rank and was measured with {measured}: the plan's times of the "
+        "CPU are off; if the reason is that only a part of the CPUs is beside the GPU, start the engine on these alone "
+        "(numactl --cpunodebind): they are then what is measured"
     )

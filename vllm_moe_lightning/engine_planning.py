@@ -175,17 +175,21 @@ class EnginePlanning:
 
     def plan(self) -> PlannedEngine:
         options = self.request.options
+        whole = self._relieved()
         if options.experts != "fetched" or options.expert_slots is not None:
-            return self._relieved()
+            return whole
         # What resident layers would take is the slots', at least a layer's worth; then all is solved for once more.
         resident = options.num_resident_layers
-        layers = max(1, self._relieved().plan.num_resident_layers) if resident is None else 1
+        layers = max(1, whole.plan.num_resident_layers) if resident is None else 1
         slots = layers * self.spec.num_experts
         with_slots = replace_struct(options, expert_slots=slots, num_resident_layers=resident or 0)
         request = replace(self.request, options=with_slots)
         planning = EnginePlanning(request, attention_on_device=self.attention_on_device)
         planning.reasons["expert_slots"] = f"planned: as many as {layers} layers have"
-        return planning.plan()
+        if resident is None:
+            planning.reasons["num_resident_layers"] = "planned: their room is the slots'"
+        fetching = planning.plan()
+        return fetching if fetching.plan.fetched_up_to_tokens else whole
 
     def _relieved(self) -> PlannedEngine:
         """The plan, of less than was asked for where nothing else fits."""
@@ -260,13 +264,14 @@ class EnginePlanning:
     def _fetch_reasons(self) -> dict[str, str]:
         if self.request.options.experts != "fetched":
             return {}
+        options = self.request.options
+        slots = "none: fetching is not predicted to be faster" if options.expert_slots is None else GIVEN
         up_to = "as long as it is predicted to be faster, if all experts are asked for alike"
-        given = self.request.options.fetched_up_to_tokens is not None
-        return {"expert_slots": GIVEN, "fetched_up_to_tokens": GIVEN if given else up_to}
+        return {"expert_slots": slots, "fetched_up_to_tokens": up_to if options.fetched_up_to_tokens is None else GIVEN}
 
     def _fetched_up_to_tokens(self, choice: HrmPolicy, work: Workload, most_tokens: int) -> int:
         options = self.request.options
-        if options.experts != "fetched":
+        if not work.expert_slots:
             return 0
         if options.fetched_up_to_tokens is not None:
             return options.fetched_up_to_tokens

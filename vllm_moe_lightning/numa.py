@@ -1,8 +1,10 @@
 """Memory nodes: which CPUs lie at which, and pages spread over the nodes that will read them.
 
-A machine of one socket has one node and nothing to decide. On more, blocks of the KV cache are handed out at random, so
-its pages are interleaved over the nodes of the attention threads, each of which is kept on its node: every node then
-reads at its own bandwidth, half of it (of two) from the other's memory. Not measured: no machine of two sockets so far.
+A machine of one socket has one node and nothing to decide. On more, a GPU's copies and the CPU attention beside them
+belong on the node that the GPU hangs on, threads and KV cache. Without a GPU, blocks of the KV cache are handed out at
+random, so its pages are interleaved over the nodes of the attention threads, each of which is kept on its node: every
+node then reads at its own bandwidth, half of it (of two) from the other's memory. Not measured: no machine of two
+sockets so far.
 """
 
 from __future__ import annotations
@@ -46,6 +48,20 @@ def node_of_pci_device(address: str, root: Path = ROOT) -> int | None:
         return None
     node = int(file.read_text())
     return node if node >= 0 else None
+
+
+def cpus_beside_gpu(cpus: Sequence[int], rank: int, gpu_nodes: Sequence[int | None], root: Path = ROOT) -> list[int]:
+    """A rank's even share of the CPUs of the node that its GPU hangs on, among the ranks whose GPUs hang there too;
+    never none of them. Empty: the node is not known, or none of its CPUs is among `cpus`.
+
+    gpu_nodes: of each rank of this machine.
+    """
+    node = gpu_nodes[rank]
+    if node is None:
+        return []
+    near = [cpu for cpu, place in nodes_of(cpus, root).items() if place == node]
+    beside = [other for other, place in enumerate(gpu_nodes) if place == node]
+    return cpus_of_rank(near, beside.index(rank), len(beside), root)
 
 
 def cpus_of_rank(cpus: Sequence[int], rank: int, num_ranks: int, root: Path = ROOT) -> list[int]:

@@ -4,6 +4,7 @@ count as the GPU's too, and come down late; frames are attended over as on a GPU
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,12 @@ def device_is_cuda() -> None:
     cuda = RecordingCuda(late=True)
 
     def make_device(kind: str, options: MoeLightningConfig, cpus: Sequence[int] | None = None) -> Device:
-        return cuda.device(poison=options.debug.poison, cpus=cpus, stall_timeout_s=options.stall_timeout_s)
+        return cuda.device(
+            poison=options.debug.poison,
+            cpus=cpus,
+            stall_timeout_s=options.stall_timeout_s,
+            pin_chunk_bytes=mmap.PAGESIZE,  # so that blocks and pages lie across the edges of many registrations
+        )
 
     steps_brought_down = 0
 

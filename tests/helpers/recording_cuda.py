@@ -3,11 +3,14 @@
 
 Kernels of the compute stream run at once, in the launching thread. Copies run at once too, or (`late`) only when an
 event forces them, so that a forgotten wait reads what was there before. What comes too early for the GPU and not for
-the launching thread cannot show in a result; the log's check (stream_log.py) finds it.
+the launching thread cannot show in a result; the log's check (stream_log.py) finds it. It refuses a copy
+that crosses the edge of a registration, as drivers have done.
 """
 
 from __future__ import annotations
 
+import bisect
+import ctypes
 import threading
 import time
 from collections import deque
@@ -24,7 +27,7 @@ from vllm_moe_lightning.kernels import native
 
 GPU_BYTES = 1 << 30
 OUT_OF_MEMORY = 2
-COMPUTE = "compute"
+COMPUTE, CLOCK = "compute", "clock"
 
 
 @dataclass(eq=False)
@@ -65,6 +68,7 @@ class RecordingCuda:
         self.host_waits = 0
         self.pin_calls: list[tuple[str, int, int]] = []  # ("register" or "unregister", address, bytes)
         self.pinned: dict[int, int] = {}
+        self._pinned_at: list[int] = []  # its keys, in order
         self.host_ranges: list[tuple[int, int]] = []
         self.ranges: list[str] = []
         self.open_ranges: list[str] = []
@@ -98,7 +102,8 @@ class RecordingCuda:
     def record(self, stream: DoubleStream) -> DoubleEvent:
         self._num_events += 1
         event = DoubleEvent(stream, self._num_events)
-        self.log.record_event(stream.name, event.number)
+        if stream.name != CLOCK:  # which orders nothing
+            self.log.record_event(stream.name, event.number)
 
         def complete() -> None:
             event.time_s = time.monotonic()
@@ -128,7 +133,7 @@ class RecordingCuda:
     def seconds_between(self, start: DoubleEvent, end: DoubleEvent) -> float:
         assert start.time_s is not None
         assert end.time_s is not None
-        return end.time_s - start.time_s
+        return ctypes.c_float((end.time_s - start.time_s) * 1e3).value / 1e3  # CUDA's are 32-bit milliseconds
 
     def thread_setup(self) -> tuple[object, object]:
         return native.CallFunction(lambda _: 0), None
@@ -158,12 +163,28 @@ class RecordingCuda:
 
     def copy(self, stream: DoubleStream, dst: torch.Tensor, src: torch.Tensor) -> None:
         assert dst.dtype == src.dtype == torch.uint8
+        self._require_one_registration(src)
+        self._require_one_registration(dst)
         self._note(stream, src, dst)
         self._give(stream, lambda: self._work(lambda: dst.copy_(src)))
 
     def fill(self, stream: DoubleStream, dst: torch.Tensor, byte: int) -> None:
         self._note(stream, None, dst)
         self._give(stream, lambda: self._work(lambda: dst.fill_(byte)))
+
+    def _require_one_registration(self, tensor: torch.Tensor) -> None:
+        begin, end = _range(tensor)
+        low, high = self._registration_before(end)
+        if begin < high and not low <= begin < end <= high:
+            raise RuntimeError(
+                f"invalid argument: {begin:#x}..{end:#x} crosses an edge of the pinned {low:#x}..{high:#x}"
+            )
+
+    def _registration_before(self, address: int) -> tuple[int, int]:
+        """The last one that begins before the address, as [begin, end); empty if there is none."""
+        index = bisect.bisect_left(self._pinned_at, address) - 1
+        low = self._pinned_at[index] if index >= 0 else 0
+        return low, low + self.pinned.get(low, 0)
 
     def _work(self, action: Callable[[], object]) -> None:
         """The model's tensors may be of inference mode, and a copy may happen in any thread."""
@@ -188,8 +209,8 @@ class RecordingCuda:
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         begin = tensor.data_ptr()
-        pinned = [(address, address + size) for address, size in self.pinned.items()]
-        return not any(low <= begin < high for low, high in (*pinned, *self.host_ranges))
+        ranges = (self._registration_before(begin + 1), *self.host_ranges)
+        return not any(low <= begin < high for low, high in ranges)
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return False
@@ -202,10 +223,12 @@ class RecordingCuda:
         if self._refuse_pin is not None and len(self.pin_calls) >= self._refuse_pin:
             return OUT_OF_MEMORY
         self.pinned[address] = num_bytes
+        bisect.insort(self._pinned_at, address)
         return 0
 
     def unregister(self, address: int) -> int:
         self.pin_calls.append(("unregister", address, self.pinned.pop(address)))
+        self._pinned_at.remove(address)
         return 0
 
     def error_text(self, code: int) -> str:

@@ -4,13 +4,23 @@ on the link is what had to be."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.helpers.checkpoints import ARCHITECTURES
 from tests.helpers.engine import EngineFailedError, Job
+from tests.helpers.gpt_oss_checkpoint import write_gpt_oss
 from tests.helpers.oracle import assert_same_tokens
-from tests.helpers.paging import expert_bytes_per_layer, experts_per_layer, reconfigured, run_paged
+from tests.helpers.paging import (
+    assert_pages_are_exact,
+    expert_bytes_per_layer,
+    experts_per_layer,
+    reconfigured,
+    run_paged,
+)
 from tests.helpers.prompts import standard_prompts
+from vllm_moe_lightning.policy.policy import evenly_spread
 
 pytestmark = pytest.mark.integration
 
@@ -109,3 +119,43 @@ def test_a_removed_wait_of_fetched_experts_is_noticed(wait, checkpoint):
     options = fetched(model, num_micro_batches=2, expert_slots=4)
     with pytest.raises(EngineFailedError, match="HazardError"):
         run_paged(model, [job], options=options, debug={"remove_wait": wait, "check_hazards": True})
+
+
+@pytest.mark.parametrize("arch", ["mixtral", "qwen2_moe"])
+def test_experts_by_torch_s_products_give_the_same_tokens_from_the_same_pages(arch, checkpoint, hf_result):
+    """What a GPU without tensor cores in Triton runs, on the CPU build."""
+    model, prompts = checkpoint(arch), standard_prompts(NUM_PROMPTS)
+    jobs = [Job(prompts, before=reconfigured(num_micro_batches=n)) for n in (1, 3)]
+    options = {"expert_kernel": "torch", "num_resident_layers": 1}
+    result = run_paged(model, jobs, options=options, debug=ALL_RACE_SWITCHES)
+    layers = expert_bytes_per_layer(model, packed=False)
+    with_experts = [layer for layer, num_bytes in enumerate(layers) if num_bytes]
+    resident = [with_experts[index] for index in evenly_spread(1, len(with_experts))]
+    for job in result.jobs:
+        assert_same_tokens(job.token_ids, hf_result(arch, num_prompts=NUM_PROMPTS), f"{arch}, torch's products")
+        assert_pages_are_exact(job, model, resident=resident, layer_bytes=layers)
+    assert "experts on the device by torch's matrix products" in result.log
+
+
+@pytest.mark.parametrize("options", [{"experts": "fetched"}, {"experts": "cpu"}, {"expert_kernel": "torch"}], ids=str)
+def test_quantised_experts_that_our_kernels_do_not_know_are_refused_before_they_load(options, tmp_path):
+    model = write_gpt_oss(tmp_path)
+    with pytest.raises(EngineFailedError, match=r"does not support quantised experts with moe_lightning.*drop those"):
+        run_paged(model, [Job(standard_prompts(1))], options=options, engine_args={"dtype": "bfloat16"})
+
+
+def test_a_plan_gives_fetched_experts_the_room_of_resident_layers(checkpoint, hf_result):
+    planner = {"planner": "auto", "hardware": "t4", "attention": "cpu"}
+    result = run_paged(
+        checkpoint("mixtral"),
+        [Job(standard_prompts(NUM_PROMPTS))],
+        options={**planner, "experts": "fetched", "fetched_up_to_tokens": 40},
+        engine_args={"kv_cache_memory_bytes": None},
+    )
+    (job,) = result.jobs
+    assert_same_tokens(job.token_ids, hf_result("mixtral", num_prompts=NUM_PROMPTS), "planned and fetched")
+    assert 0 < job.stats[0]["bytes_fetched"] < job.stats[0]["bytes_paged"]
+    layers = len(expert_bytes_per_layer(checkpoint("mixtral")))
+    slots = layers * experts_per_layer(checkpoint("mixtral"))
+    assert re.search(rf"expert_slots +{slots} +planned: as many as {layers} layers have", result.log)
+    assert re.search(r"fetched_up_to_tokens +40 +given", result.log)

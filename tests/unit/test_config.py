@@ -105,3 +105,9 @@ def test_options_of_fetched_experts_arrive() -> None:
     assert (config.expert_slots, config.fetched_up_to_tokens) == (12, 0)
     with pytest.raises(ValueError, match="expert_slots"):
         parse_options({"experts": "fetched", "expert_slots": 0})
+
+
+@pytest.mark.parametrize("place", ["cpu", "link"])
+def test_a_place_of_context_is_refused_where_all_of_it_is_on_the_device(place: str) -> None:
+    with pytest.raises(ValueError, match=rf"prefill_context: '{place}' with attention 'device'"):
+        parse_options({"attention": "device", "prefill_context": place})

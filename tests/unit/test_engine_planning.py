@@ -303,6 +303,7 @@ def test_slots_of_fetched_experts_are_what_resident_layers_would_take() -> None:
     assert whole.num_resident_layers > 1
     assert (made.expert_slots, made.num_resident_layers) == (8 * whole.num_resident_layers, 0)
     assert made.reasons["expert_slots"] == f"planned: as many as {whole.num_resident_layers} layers have"
+    assert made.reasons["num_resident_layers"] == "planned: their room is the slots'"
     assert made.fetched_up_to_tokens >= 4
     # Large sweeps stream all layers, and the prediction says so.
     assert made.predicted.generated_tokens_per_s < whole.predicted.generated_tokens_per_s
@@ -325,3 +326,11 @@ def test_without_fetched_experts_there_are_no_slots() -> None:
     made = plan(request())
     assert (made.expert_slots, made.fetched_up_to_tokens) == (0, 0)
     assert "expert_slots" not in made.reasons
+
+
+def test_where_fetching_is_never_predicted_to_be_faster_there_are_no_slots_and_the_plan_says_so() -> None:
+    fast = replace_struct(T4, link=replace_struct(T4.link, h2d_bytes_per_s=1e13))
+    whole, made = (plan(replace(request(**options), profile=fast)) for options in ({}, {"experts": "fetched"}))
+    assert (made.expert_slots, made.fetched_up_to_tokens) == (0, 0)
+    assert made.num_resident_layers == whole.num_resident_layers
+    assert made.reasons["expert_slots"] == "none: fetching is not predicted to be faster"

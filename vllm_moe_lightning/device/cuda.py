@@ -12,9 +12,9 @@ import torch
 
 from vllm_moe_lightning.config import HostMemoryKind
 from vllm_moe_lightning.device.base import Buffer, Event, OperationRecord, StreamTotals
+from vllm_moe_lightning.device.cuda_clock import CudaClock
 from vllm_moe_lightning.device.cuda_runtime import CudaRuntime, StreamHandle, TorchCuda
 from vllm_moe_lightning.device.cuda_streams import (
-    CudaClock,
     CudaComputeStream,
     CudaCopyStream,
     CudaHostTaskStream,

@@ -7,6 +7,7 @@ what it then counts as waiting.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from types import TracebackType
 import torch
 
 from vllm_moe_lightning.device.base import ComputeStream, CopyStream, Event, OperationRecord, Stream, StreamTotals
+from vllm_moe_lightning.device.cuda_clock import CudaClock
 from vllm_moe_lightning.device.cuda_runtime import CudaRuntime, EventHandle, StreamHandle
 from vllm_moe_lightning.device.hazards import StreamObserver
 from vllm_moe_lightning.device.native_stream import FILL_LABEL, NativeHostTaskStream, NativeStream
@@ -37,24 +39,6 @@ class Operation:
     num_bytes: int
     counts: bool
     owners: object
-
-
-class CudaClock:
-    """Event times on time.monotonic()'s clock. Set anew from time to time, since events count in 32-bit floats."""
-
-    def __init__(self, runtime: CudaRuntime) -> None:
-        self._runtime = runtime
-        self._event: EventHandle = None
-        self._event_s = 0.0
-
-    def set(self, stream: StreamHandle) -> None:
-        """Blocks the host until the stream is idle."""
-        self._event = self._runtime.record(stream)
-        self._runtime.host_wait(self._event, None)
-        self._event_s = time.monotonic()
-
-    def time_s(self, event: EventHandle) -> float:
-        return self._event_s + self._runtime.seconds_between(self._event, event)
 
 
 @dataclass(frozen=True)
@@ -87,6 +71,7 @@ class CudaStream(Stream):
         self._hazards = shared.hazards
         self._seq = 0
         self._in_flight: deque[Operation] = deque()
+        self._settling = threading.Lock()
         self._busy_s = 0.0
         self._num_bytes = 0
         self._num_operations = 0
@@ -150,13 +135,13 @@ class CudaStream(Stream):
 
     def drain_records(self) -> list[OperationRecord]:
         self._settle()
-        records = list(self.records)
-        self.records.clear()
-        return records
+        return [self.records.popleft() for _ in range(len(self.records))]  # one by one: others may append meanwhile
 
     def _begin(self, label: str, reads: Sequence[str], writes: Sequence[str]) -> EventHandle:
         """Submits an operation; its commands follow."""
-        self._settle()
+        self._settle(is_urgent=False)
+        if self.records.maxlen:
+            self._shared.clock.keep_recent()
         self._seq += 1
         if self._hazards is not None:
             self._hazards.operation(self.name, label, reads, writes)
@@ -171,16 +156,22 @@ class CudaStream(Stream):
         end = self._runtime.record(self._stream)
         self._in_flight.append(Operation(label, start, end, num_bytes, counts, owners))
 
-    def _settle(self) -> None:
-        """Count what is over, and let go of its memory."""
-        while self._in_flight and self._runtime.is_complete(self._in_flight[0].end):
-            done = self._in_flight.popleft()
-            self._busy_s += self._runtime.seconds_between(done.start, done.end)
-            self._num_bytes += done.num_bytes
-            self._num_operations += done.counts
-            if self.records.maxlen:
-                times_s = self._shared.clock.time_s(done.start), self._shared.clock.time_s(done.end)
-                self.records.append(OperationRecord(self.name, done.label, *times_s, done.num_bytes))
+    def _settle(self, *, is_urgent: bool = True) -> None:
+        """Count what is over, and let go of its memory. Threads that publish figures and traces do so too; whoever need
+        not know the counts leaves it to them."""
+        if not self._settling.acquire(blocking=is_urgent):
+            return
+        try:
+            while self._in_flight and self._runtime.is_complete(self._in_flight[0].end):
+                done = self._in_flight.popleft()
+                self._busy_s += self._runtime.seconds_between(done.start, done.end)
+                self._num_bytes += done.num_bytes
+                self._num_operations += done.counts
+                if self.records.maxlen:
+                    times_s = self._shared.clock.time_s(done.start), self._shared.clock.time_s(done.end)
+                    self.records.append(OperationRecord(self.name, done.label, *times_s, done.num_bytes))
+        finally:
+            self._settling.release()
 
     def _oldest_label(self) -> str:
         self._settle()
@@ -216,15 +207,17 @@ class CudaCopyStream(CudaStream, CopyStream):
             self._require_side(on_host, label, on_device=False)
         start = self._begin(label, reads, writes)
         num_bytes = 0
-        for to, source in zip(dst, src, strict=True):
-            if to.nbytes:
-                self._copy(as_bytes(to), as_bytes(source))
-                num_bytes += to.nbytes
-        self._end(label, start, num_bytes, (*dst, *src))
+        try:
+            for to, source in zip(dst, src, strict=True):
+                if to.nbytes:
+                    self._copy(as_bytes(to), as_bytes(source))
+                    num_bytes += to.nbytes
+        finally:  # what was given to the GPU before an error runs all the same
+            self._end(label, start, num_bytes, (*dst, *src))
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         if self._host_memory.is_pinned(src if self._to_device else dst):
-            self._runtime.copy(self.handle, dst, src)
+            self._copy_pinned(dst, src)
             return
         assert self._staging is not None, "copies of pageable memory were let through without a staging buffer"
         before_s = self._staging.wait_s
@@ -234,21 +227,30 @@ class CudaCopyStream(CudaStream, CopyStream):
             self._staging.download(self.handle, dst, src)
         self.wait_s += self._staging.wait_s - before_s
 
+    def _copy_pinned(self, dst: torch.Tensor, src: torch.Tensor) -> None:
+        """Cut at the edges of registrations, which no copy may cross."""
+        sizes = self._host_memory.piece_sizes(dst if self._runtime.is_on_device(src) else src)
+        for to, source in zip(dst.split(sizes), src.split(sizes), strict=True):
+            self._runtime.copy(self.handle, to, source)
+
     def fill(self, dst: torch.Tensor, byte: int, *, writes: Sequence[str]) -> None:
         if not 0 <= byte <= 255:
             raise ValueError(f"fill: {byte} is not a byte")
         on_device = self._runtime.is_on_device(dst)
         self._require_side(dst, FILL_LABEL, on_device=on_device)
         start = self._begin(FILL_LABEL, (), writes)
-        raw = as_bytes(dst)
-        if not raw.numel():
-            pass
-        elif on_device:
+        try:
+            if dst.nbytes:
+                self._fill(as_bytes(dst), byte, on_device=on_device)
+        finally:
+            self._end(FILL_LABEL, start, 0, dst, counts=False)
+
+    def _fill(self, raw: torch.Tensor, byte: int, *, on_device: bool) -> None:
+        if on_device:
             self._runtime.fill(self.handle, raw, byte)
-        else:  # the GPU has no fill for host memory
-            for piece in raw.split(PATTERN_BYTES):
-                self._runtime.copy(self.handle, piece, self._pattern(byte)[: piece.numel()])
-        self._end(FILL_LABEL, start, 0, dst, counts=False)
+            return
+        for piece in raw.split(PATTERN_BYTES):  # the GPU has no fill for host memory
+            self._copy_pinned(piece, self._pattern(byte)[: piece.numel()])
 
     def _pattern(self, byte: int) -> torch.Tensor:
         if byte not in self._patterns:
@@ -258,7 +260,7 @@ class CudaCopyStream(CudaStream, CopyStream):
 
     def stage_through(self, memory: torch.Tensor) -> None:
         """Copies of pageable memory are allowed from now on. memory: [num_bytes] uint8, pinned."""
-        self._staging = StagingBuffer(self._runtime, memory, self.wait_on_host)
+        self._staging = StagingBuffer(self._runtime, memory, self._copy_pinned, self.wait_on_host)
 
     def _require_side(self, tensor: torch.Tensor, label: str, *, on_device: bool) -> None:
         where = "the GPU" if on_device else "the host"

@@ -2,7 +2,8 @@
 
 Not torch's pinned allocator, which rounds every block up to a power of two and so takes up to twice the weights. Every
 registration's result is checked, and one that fails takes back what it had pinned. Decides where buffers lie and which
-of them are pinned; copies are the streams'.
+of them are pinned; copies are the streams', who cut them at the edges of registrations: drivers have refused a copy
+whose host side spans two as an invalid argument.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import bisect
 import logging
 import mmap
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -58,9 +60,9 @@ class HostMemory:
         self._fail_at = fail_at
         self._num_calls = 0
         self._node = runtime.numa_node()
-        self._starts: list[int] = []  # of the pinned mappings, in order
+        self._starts: list[int] = []  # of the registrations, in order; whole pages, none in two of them
         self._ends: list[int] = []
-        self._registered: list[int] = []  # addresses of the pieces
+        self._registered: list[int] = []  # their addresses, as they came
         self._finalizer = weakref.finalize(self, _unregister, runtime, self._registered)
         self._finalizer.atexit = False  # the driver does it, and may be gone by then
 
@@ -87,9 +89,26 @@ class HostMemory:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a GPU may copy to or from it without holding up the host: ours, or pinned by its owner."""
+        return bool(self._sizes_by_registration(tensor)) or self._runtime.is_pinned(tensor)
+
+    def piece_sizes(self, tensor: torch.Tensor) -> list[int]:
+        """Bytes of the pieces, in order, that a copy of it is to be made of: each lies in one registration. What is not
+        pinned by us is one piece."""
+        return self._sizes_by_registration(tensor) or [tensor.nbytes]
+
+    def _sizes_by_registration(self, tensor: torch.Tensor) -> list[int]:
+        """Empty: not all of it is pinned by us."""
         begin = tensor.data_ptr()
+        end = begin + tensor.nbytes
         index = bisect.bisect_right(self._starts, begin) - 1
-        return (index >= 0 and begin + tensor.nbytes <= self._ends[index]) or self._runtime.is_pinned(tensor)
+        if index < 0:
+            return []
+        sizes: list[int] = []
+        while index < len(self._starts) and self._starts[index] <= begin < min(end, self._ends[index]):
+            sizes.append(min(end, self._ends[index]) - begin)
+            begin += sizes[-1]
+            index += 1
+        return sizes if begin == end else []
 
     def report(self) -> str:
         text = f"host memory  {readable(self.pinned_bytes)} pinned"
@@ -128,25 +147,45 @@ class HostMemory:
             logger.warning("moe_lightning: %s is not bound to the GPU's memory node %d: %s", name, self._node, error)
 
     def pin(self, tensor: torch.Tensor, name: str) -> None:
-        """Contiguous host memory, until `close`. Raises PinningError, with nothing left pinned of it."""
-        address, num_bytes = tensor.data_ptr(), tensor.nbytes
-        if not num_bytes:
+        """Contiguous host memory, until `close`. Raises PinningError, with nothing left pinned of it.
+
+        Whole pages, since that is what the driver pins: memory of malloc's begins and ends in the midst of one, and
+        a neighbour's registration may hold that page already.
+        """
+        if not tensor.nbytes:
             return
         pieces: list[int] = []
-        for offset in range(0, num_bytes, self._chunk_bytes):
-            size = min(self._chunk_bytes, num_bytes - offset)
-            self._num_calls += 1
-            fails = self._num_calls == self._fail_at
-            code = CUDA_ERROR_OUT_OF_MEMORY if fails else self._runtime.register(address + offset, size)
-            if code != CUDA_SUCCESS:
-                _unregister(self._runtime, pieces)
-                raise PinningError(self._failure(name, num_bytes, offset, size, code))
-            pieces.append(address + offset)
+        ends: list[int] = []
+        done = 0
+        for begin, end in self._unpinned_pages(tensor):
+            for address in range(begin, end, self._chunk_bytes):
+                size = min(self._chunk_bytes, end - address)
+                self._num_calls += 1
+                fails = self._num_calls == self._fail_at
+                code = CUDA_ERROR_OUT_OF_MEMORY if fails else self._runtime.register(address, size)
+                if code != CUDA_SUCCESS:
+                    _unregister(self._runtime, pieces)
+                    raise PinningError(self._failure(name, tensor.nbytes, done, size, code))
+                pieces.append(address)
+                ends.append(address + size)
+                done += size
         self._registered += pieces
-        self.pinned_bytes += num_bytes
-        index = bisect.bisect(self._starts, address)
-        self._starts.insert(index, address)
-        self._ends.insert(index, address + num_bytes)
+        self.pinned_bytes += done
+        self._starts = sorted([*self._starts, *pieces])
+        self._ends = sorted([*self._ends, *ends])
+
+    def _unpinned_pages(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+        """[begin, end) addresses of the pages under the tensor, without those that are registered."""
+        begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+        end = -(-(tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        for start, stop in zip(self._starts, self._ends, strict=True):
+            if stop <= begin or end <= start:
+                continue
+            if begin < start:
+                yield begin, start
+            begin = stop
+        if begin < end:
+            yield begin, end
 
     def _failure(self, name: str, num_bytes: int, done: int, size: int, code: int) -> str:
         limit = memlock_bytes()

@@ -17,12 +17,19 @@ NUM_PIECES = 2  # one is filled while the other is copied
 
 
 class StagingBuffer:
-    """memory: [NUM_PIECES * PIECE_BYTES] or fewer uint8, pinned; used by one stream. wait: blocks until an event is
-    complete."""
+    """memory: [NUM_PIECES * PIECE_BYTES] or fewer uint8, pinned; used by one stream. copy(dst, src): puts a copy
+    between it and the GPU on that stream. wait: blocks until an event is complete."""
 
-    def __init__(self, runtime: CudaRuntime, memory: torch.Tensor, wait: Callable[[EventHandle], None]) -> None:
+    def __init__(
+        self,
+        runtime: CudaRuntime,
+        memory: torch.Tensor,
+        copy: Callable[[torch.Tensor, torch.Tensor], None],
+        wait: Callable[[EventHandle], None],
+    ) -> None:
         self.wait_s = 0.0
         self._runtime = runtime
+        self._copy = copy
         self._pieces = memory.chunk(NUM_PIECES)
         self._busy: list[EventHandle | None] = [None] * NUM_PIECES
         self._wait = wait
@@ -33,7 +40,7 @@ class StagingBuffer:
         for index, (to, source) in enumerate(self._cut(dst, src)):
             piece = self._free_piece(index)[: source.numel()]
             piece.copy_(source)
-            self._runtime.copy(stream, to, piece)
+            self._copy(to, piece)
             self._busy[index % NUM_PIECES] = self._runtime.record(stream)
         self.wait_s += time.monotonic() - begin_s
 
@@ -42,7 +49,7 @@ class StagingBuffer:
         begin_s = time.monotonic()
         for index, (to, source) in enumerate(self._cut(dst, src)):
             piece = self._free_piece(index)[: to.numel()]
-            self._runtime.copy(stream, piece, source)
+            self._copy(piece, source)
             self._wait(self._runtime.record(stream))
             to.copy_(piece)
         self.wait_s += time.monotonic() - begin_s

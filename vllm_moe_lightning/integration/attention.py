@@ -213,23 +213,16 @@ class HostAttentionImpl(AttentionImpl[HostAttentionMetadata]):
                 output=output,
                 cache=self.cache_over(layer, kv_cache, attn_metadata.block_size),
                 rows=attn_metadata.rows,
-                options=self._options_in_host_memory(),
+                options=self.options,
             )
         )
         output[attn_metadata.num_actual_tokens :].zero_()  # padding rows, which no attention wrote
         return output
 
-    def _options_in_host_memory(self) -> AttentionOptions:
-        sinks = self.options.sinks
-        if sinks is None or (sinks.dtype == torch.float32 and sinks.device.type == "cpu"):
-            return self.options
-        self.options = AttentionOptions(
-            self.options.scale,
-            self.options.sliding_window,
-            self.options.soft_cap,
-            sinks.to("cpu", torch.float32),
-        )
-        return self.options
+    def bring_sinks_to_host(self) -> None:
+        """Once they are loaded, and before the first sweep, which would wait for the GPU at each layer."""
+        if self.options.sinks is not None:
+            self.options = replace(self.options, sinks=self.options.sinks.to("cpu", torch.float32))
 
 
 class HostAttentionBackend(AttentionBackend):

@@ -24,11 +24,11 @@ from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
 from vllm_moe_lightning.integration.exposition import open_metrics
+from vllm_moe_lightning.integration.plain_experts import LAYOUT_BACKEND
 from vllm_moe_lightning.integration.planning import model_spec_of, plan
 from vllm_moe_lightning.integration.platform import attention_backend, is_cuda, worker_base
 from vllm_moe_lightning.integration.quantised_experts import has_quantised_experts, refuse_experts_without_kernel
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE, WORKER_CLS
-from vllm_moe_lightning.integration.unstreamed_experts import LAYOUT_BACKEND
 from vllm_moe_lightning.kernels.attention import resolve_isa, supported_head_dims
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES
 from vllm_moe_lightning.model_config import FAMILIES
@@ -87,7 +87,7 @@ def configure(vllm_config: Any) -> None:
     if is_cuda() and options_in_force(vllm_config).attention != "device":
         vllm_config.attention_config.backend = attention_backend()
         register_host_attention(is_used=True)  # vLLM asks the backend for its block sizes in this process too
-    if is_cuda() and options.experts != "device":  # what our kernels read must lie as it was loaded
+    if is_cuda() and needs_plain_experts(options):  # what our kernels read must lie as it was loaded
         vllm_config.kernel_config.moe_backend = LAYOUT_BACKEND.lower()
     vllm_config.compilation_config.mode = CompilationMode.NONE
     vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
@@ -152,6 +152,11 @@ def conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[str, 
     return [(what, cure) for is_asked_for, what, cure in _conflicts(vllm_config, options) if is_asked_for]
 
 
+def needs_plain_experts(options: MoeLightningConfig) -> bool:
+    """Whether the options ask for kernels of ours for experts, which read them as they were loaded."""
+    return options.experts != "device" or options.expert_kernel == "torch"
+
+
 def _has_experts(model_config: Any) -> bool:
     """vLLM's `is_moe` does not know where DBRX keeps its number of experts."""
     ffn_config = getattr(model_config.hf_config, "ffn_config", None)
@@ -177,9 +182,10 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
             "drop --quantization",
         ),
         (
-            options.experts != "device" and has_quantised_experts(model),
-            f"quantised experts with moe_lightning.experts {options.experts!r}",
-            "drop that option",
+            needs_plain_experts(options) and has_quantised_experts(model),
+            f"quantised experts with moe_lightning.experts {options.experts!r} and expert_kernel "
+            f"{options.expert_kernel!r}",
+            "drop those options",
         ),
         (
             options.experts == "fetched" and is_cuda() and model.dtype is torch.float32,
@@ -187,9 +193,9 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
             "pass --dtype bfloat16 or float16, or drop that option",
         ),
         (
-            options.experts != "device" and is_cuda() and moe_backend not in ("auto", LAYOUT_BACKEND.lower()),
-            f"--moe-backend {moe_backend} with moe_lightning.experts {options.experts!r}, as it reorders the weights",
-            "drop one of the two",
+            needs_plain_experts(options) and is_cuda() and moe_backend not in ("auto", LAYOUT_BACKEND.lower()),
+            f"--moe-backend {moe_backend}, as it reorders the weights, with our kernels for experts",
+            "drop it, or moe_lightning.experts and expert_kernel",
         ),
         (vllm_config.speculative_config is not None, "speculative decoding", "drop --speculative-config"),
         (vllm_config.lora_config is not None, "LoRA", "drop --enable-lora"),

@@ -34,11 +34,13 @@ SUBCLASSES = (
 class PagedExperts:
     """Mixin. `is_bound` is set once the layer is streamed: whether its parameters are those of this layer now.
     `is_elsewhere` where it need not be streamed: whether it is not in this sweep. `is_unpacked`: the CPU build's own
-    kernel can't read the weights, ours does. `built_bytes`: of its parameters, before anything was loaded or packed."""
+    kernel can't read the weights, ours does. `own_kernel`: in the place of vLLM's (integration/plain_experts.py).
+    `built_bytes`: of its parameters, before anything was loaded or packed."""
 
     is_bound: Callable[[], bool] | None = None
     is_elsewhere: Callable[[], bool] | None = None
     is_unpacked = False
+    own_kernel: Callable[..., torch.Tensor] | None = None
     built_bytes = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +68,8 @@ class PagedExperts:
                 yield_to_executor(ExpertsRequest(x, topk_ids, topk_weights, output))
             return output
         self._require_bound()
+        if self.own_kernel is not None:
+            return self.own_kernel(x, topk_weights, topk_ids, self.w13_weight.data, self.w2_weight.data)  # type: ignore[attr-defined]
         if self.is_unpacked:
             return ffn_over(self.w13_weight.data, self.w2_weight.data).run(x, topk_ids, topk_weights)  # type: ignore[attr-defined]
         return super().forward_modular(x, topk_weights, topk_ids, shared_experts, shared_experts_input)  # type: ignore[misc]

@@ -60,6 +60,12 @@ class NodeRanks:
     """Of this rank, among them."""
     pids: tuple[int, ...]
     """In order of rank, its own included."""
+    gpu_nodes: tuple[int | None, ...]
+    """Memory node that each one's GPU hangs on, where that is known."""
+
+    @property
+    def gpu_node(self) -> int | None:
+        return self.gpu_nodes[self.index]
 
     @property
     def count(self) -> int:
@@ -73,20 +79,25 @@ def node_identity() -> str:
     return f"{machine} {os.readlink('/proc/self/ns/pid')}"
 
 
-def ranks_of_node() -> NodeRanks:
-    """After the distributed groups were made, on every rank."""
+def ranks_of_node(gpu_node: int | None) -> NodeRanks:
+    """After the distributed groups were made, on every rank. gpu_node: the memory node of this rank's GPU."""
     group = get_world_group()
-    own = (node_identity(), os.getpid())
+    own = (node_identity(), os.getpid(), gpu_node)
     processes = [own] * group.world_size
     if group.world_size > 1:
         torch.distributed.all_gather_object(processes, own, group=group.cpu_group)
     return ranks_beside(own, processes)
 
 
-def ranks_beside(own: tuple[str, int], processes: Sequence[tuple[str, int]]) -> NodeRanks:
-    """processes: (node_identity, process id) of every rank."""
-    pids = tuple(pid for node, pid in processes if node == own[0])
-    return NodeRanks(pids.index(own[1]), pids)
+Process = tuple[str, int, int | None]
+"""(node_identity, process id, memory node of its GPU)"""
+
+
+def ranks_beside(own: Process, processes: Sequence[Process]) -> NodeRanks:
+    """processes: of every rank."""
+    beside = [(pid, gpu_node) for machine, pid, gpu_node in processes if machine == own[0]]
+    pids = tuple(pid for pid, _ in beside)
+    return NodeRanks(pids.index(own[1]), pids, tuple(gpu_node for _, gpu_node in beside))
 
 
 def watch_peers(ranks: NodeRanks) -> PeerWatch | None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
@@ -143,6 +144,15 @@ def this_machine() -> HardwareProfile:
     return cached.profile
 
 
+def measured_threads(hardware: str | None, planned: PlannedEngine) -> int:
+    """As in EnginePlan.attention_threads. hardware: the option."""
+    if hardware is not None or planned.plan.attention_on_device:
+        return 0
+    from vllm_moe_lightning.profiling import attention_threads  # torch, and the kernels
+
+    return attention_threads(planned.machine.cpu.num_threads)
+
+
 def write_plan(vllm_config: Any, planned: PlannedEngine) -> None:
     """The plan's limits, exactly, into vLLM's configuration, and the plan into `additional_config`."""
     plan, scheduler, cache = planned.plan, vllm_config.scheduler_config, vllm_config.cache_config
@@ -176,6 +186,8 @@ def plan(vllm_config: Any, options: MoeLightningConfig) -> bool:
         _step_aside(vllm_config, planning, on_device, paged_tokens_per_s)
         return False
     assert planned is not None, "nothing fits, and that was not raised"
+    num_threads = measured_threads(options.hardware, planned)
+    planned = replace(planned, plan=structs.replace(planned.plan, attention_threads=num_threads))
     write_plan(vllm_config, planned)
     logger.info("moe_lightning: %s", plan_table(planned.plan, planning.spec.name, planning.request.num_ranks))
     logger.info(
@@ -204,9 +216,11 @@ def _fastest_place(request: EngineRequest, cache_dtype: str) -> PlannedEngine:
     options = request.options
     if options.attention == "device":
         return EnginePlanning(request, attention_on_device=True).plan()
-    # A cache in 8 bits with scales is ours alone, and so are the other schedules and several micro-batches.
+    # A cache in 8 bits with scales is ours alone, and so are the other schedules and several micro-batches. Where
+    # prompts are attended to is a question only where decode attention is on the CPU.
     is_ours = cache_dtype in QUANTISED_TYPES or options.schedule != "cgopipe"
-    if options.attention == "cpu" or is_ours or options.num_micro_batches not in (None, 1):
+    is_of_prompts = options.prefill_attention == "cpu" or options.prefill_context != "auto"
+    if options.attention == "cpu" or is_ours or is_of_prompts or options.num_micro_batches not in (None, 1):
         return EnginePlanning(request).plan()
     try:
         on_device = EnginePlanning(request, attention_on_device=True).plan()

@@ -15,6 +15,16 @@ def is_cuda() -> bool:
     return bool(current_platform.is_cuda())
 
 
+def gpu_memory_node() -> int | None:
+    """The memory node that this process's current GPU hangs on; None without one, and where the machine has a single
+    node or does not say."""
+    if not is_cuda():
+        return None
+    from vllm_moe_lightning.device.cuda_runtime import TorchCuda
+
+    return TorchCuda().numa_node()
+
+
 def worker_base() -> Any:
     """vLLM's own worker class for the platform."""
     if current_platform.is_cpu():

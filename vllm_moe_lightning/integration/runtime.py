@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +14,6 @@ from vllm_moe_lightning.config import MoeLightningConfig, parse_options
 from vllm_moe_lightning.device.factory import make_device
 from vllm_moe_lightning.engine_plan import plan_of, weight_difference
 from vllm_moe_lightning.errors import UnsupportedError
-from vllm_moe_lightning.host_limits import usable_cpus
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.cpu_experts import CpuExperts
 from vllm_moe_lightning.integration.fetched_experts import FetchedExpertPlaces
@@ -28,13 +25,15 @@ from vllm_moe_lightning.integration.offloader import (
     paged_modules,
 )
 from vllm_moe_lightning.integration.peers import NodeRanks
+from vllm_moe_lightning.integration.plain_experts import put_kernel_in_place
 from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_kernel, prefill_of
+from vllm_moe_lightning.integration.thread_places import attention_threads, stream_cpus
 from vllm_moe_lightning.integration.trace_requests import TraceRequests
 from vllm_moe_lightning.integration.unstreamed_experts import prepare_modules
 from vllm_moe_lightning.kernels.attention import AttentionPool
 from vllm_moe_lightning.kv_cache import HostKvCache, kv_bytes_per_token
-from vllm_moe_lightning.numa import cpus_of_rank, interleave, nodes_of
+from vllm_moe_lightning.numa import interleave, nodes_of
 from vllm_moe_lightning.pipeline.attention_path import AttentionInForward, AttentionPath, CpuAttentionPath
 from vllm_moe_lightning.pipeline.context_frames import ContextFrames
 from vllm_moe_lightning.pipeline.device_attention import DeviceAttentionPath
@@ -56,25 +55,6 @@ logger = init_logger("vllm.vllm_moe_lightning.runtime")
 CHANGEABLE_WHILE_RUNNING = ("num_micro_batches", "lookahead", "schedule")
 
 
-def stream_cpus(ranks: NodeRanks) -> list[int]:
-    """CPUs for our threads: not the one that vLLM binds the launching thread to, which they would keep interrupting.
-
-    New threads inherit the launching thread's mask; the process that started the worker was not bound. Where nothing
-    is bound, this rank's share of the CPUs that we may use; where there is nothing else, the bound one.
-    """
-    own = os.sched_getaffinity(0)
-    if not is_bound_by_vllm():
-        return cpus_of_rank(sorted(own), ranks.index, ranks.count)
-    parent = os.sched_getaffinity(os.getppid())
-    return sorted(parent - own if own < parent else own)
-
-
-def is_bound_by_vllm() -> bool:
-    """Only the CPU build binds ranks, and only those that it starts itself: neither Ray's nor one in the user's own
-    process."""
-    return not is_cuda() and multiprocessing.parent_process() is not None
-
-
 class Runtime:
     """Lives as long as the worker. `take_over` is called when the weights are loaded, `attach` when the model is
     complete."""
@@ -84,12 +64,10 @@ class Runtime:
         self.options = options
         self._plan = plan_of(vllm_config)
         cpus = self._cpus = stream_cpus(ranks)
+        self._gpu_node = ranks.gpu_node
         self.device = make_device("cuda" if is_cuda() else "emulated", options, cpus)
-        is_launcher_apart = not os.sched_getaffinity(0) & set(cpus)
-        num_ranks = 1 if is_bound_by_vllm() else ranks.count
-        num_cpus = max(1, min(len(cpus), usable_cpus() // num_ranks))  # a cgroup's quota may be less than its CPUs
-        default_threads = num_cpus if is_launcher_apart else max(1, num_cpus - 1)
-        self._pool = AttentionPool(options.attention_threads or default_threads, cpus)
+        measured = 0 if self._plan is None else self._plan.attention_threads
+        self._pool = AttentionPool(attention_threads(options.attention_threads, measured, cpus, ranks), cpus)
         self._decoder_layers: list[torch.nn.Module] = []
         self._experts: list[ExpertLayer] = []
         self._attention_layers: list[Any] = []
@@ -126,6 +104,7 @@ class Runtime:
         self.executor = PipelineExecutor(
             self.device, store, self._path_of, len(decoder_layers), policy, self.options.debug.remove_wait
         )
+        put_kernel_in_place(decoder_layers, self.options.expert_kernel)
         for index, layer in enumerate(decoder_layers):
             layer.register_forward_pre_hook(lambda *_: self._running.layer_entry())
             if store.num_pages(index):
@@ -196,6 +175,8 @@ class Runtime:
         prefill = context = None
         self._paths = dict.fromkeys(SCHEDULE_NAMES, AttentionInForward())
         if not self._attends_on_device:
+            for layer in self._attention_layers:
+                layer.impl.bring_sinks_to_host()
             kernel = prefill_kernel(self.device, self._attention_layers, self._vllm_config)
             prefill = prefill_of(self.options, self.device.kind, self._attention_layers, kernel)
             context = context_limits_of(self.options, self.device.kind, self._attention_layers, self._vllm_config)
@@ -221,6 +202,9 @@ class Runtime:
         """By the tokens of a sweep."""
         options = self.options
         if options.experts == "device" or not self._running.store.layers:
+            return all_streamed
+        if options.experts == "fetched" and options.fetched_up_to_tokens == 0:
+            logger.warning("moe_lightning: no sweep fetches experts, all stream them (fetched_up_to_tokens is 0)")
             return all_streamed
         modules = prepare_modules(self._running, self._decoder_layers, options.experts)
         most_tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
@@ -293,9 +277,10 @@ class Runtime:
                 attention.kv_cache.view(torch.uint8).fill_(0xFF)
 
     def _spread_kv_caches(self) -> None:
-        """Over the memory nodes of the attention threads, where there is more than one."""
+        """Over the memory nodes of the attention threads, where the machine has more than one: beside a GPU that is its
+        own, to which pages first touched elsewhere go."""
         nodes = sorted(set(nodes_of(self._cpus).values()))
-        if len(nodes) < 2:
+        if len(nodes) < 2 and self._gpu_node is None:
             return
         try:
             for attention in self._attention_layers:

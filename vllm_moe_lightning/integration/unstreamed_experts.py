@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.platforms import current_platform
 
 from vllm_moe_lightning.config import ExpertsPlace
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.experts import call_experts_directly
 from vllm_moe_lightning.integration.offloader import paged_modules
+from vllm_moe_lightning.integration.plain_experts import require_plain
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
-
-LAYOUT_BACKEND = "TRITON"  # of vLLM's on CUDA: the one that leaves w13 [E, 2 I, H] and w2 [E, H, I] as they are loaded
 
 
 def prepare_modules(
@@ -28,7 +26,7 @@ def prepare_modules(
     """
     modules = {layer: _only_experts_of(layer, decoder_layers[layer]) for layer in sorted(executor.store.layers)}
     for layer, module in modules.items():
-        _require_plain_experts(module, option)
+        require_plain(module, f"experts: {option!r}")
         module.is_elsewhere = lambda layer=layer: layer in executor.expert_places.layers
     if not current_platform.is_cpu():
         for decoder_layer in decoder_layers:
@@ -52,22 +50,3 @@ def _only_experts_of(index: int, decoder_layer: torch.nn.Module) -> Any:
             "supported; drop the option"
         )
     return modules[0]
-
-
-def _require_plain_experts(module: Any, option: ExpertsPlace) -> None:
-    activation = getattr(module.activation, "value", module.activation)
-    is_quantised = not isinstance(module.quant_method, UnquantizedFusedMoEMethod)
-    backend = None if is_quantised or current_platform.is_cpu() else module.quant_method.unquantized_backend.value
-    for found, what in (
-        (is_quantised, "quantised experts"),
-        (activation != "silu", f"the activation {activation}"),
-        (hasattr(module, "w13_bias") or hasattr(module, "w2_bias"), "experts with biases"),
-        (module.apply_router_weight_on_input, "router weights on the experts' input"),
-        (not module.is_unpacked and current_platform.is_cpu(), "packed experts"),
-        (backend not in (None, LAYOUT_BACKEND), f"the weights' order of vLLM's MoE backend {backend}"),
-    ):
-        if found:
-            raise UnsupportedError(
-                f"moe_lightning.experts: {option!r} does not know {what}, which {module.layer_name} has; drop the "
-                "option"
-            )

@@ -16,7 +16,7 @@ from vllm_moe_lightning.hardware import GIB
 from vllm_moe_lightning.host_limits import available_memory_bytes
 from vllm_moe_lightning.integration.attention import register_host_attention
 from vllm_moe_lightning.integration.compat import require_ledger
-from vllm_moe_lightning.integration.configure import options_in_force
+from vllm_moe_lightning.integration.configure import needs_plain_experts, options_in_force
 from vllm_moe_lightning.integration.dbrx import apply as apply_dbrx_names
 from vllm_moe_lightning.integration.experts import experts_stay_unpacked, register_paged_experts
 from vllm_moe_lightning.integration.exposition import log_run, metrics_directory, metrics_labels
@@ -34,7 +34,7 @@ from vllm_moe_lightning.integration.peers import (
     ranks_of_node,
     watch_peers,
 )
-from vllm_moe_lightning.integration.platform import is_cuda, worker_base
+from vllm_moe_lightning.integration.platform import gpu_memory_node, is_cuda, worker_base
 from vllm_moe_lightning.integration.register import SCHEDULER_MODULE
 from vllm_moe_lightning.integration.runtime import Runtime
 
@@ -70,14 +70,14 @@ class MoELightningWorker(_Base):
     def init_device(self) -> None:
         super().init_device()
         forget_shared_memory_names()
-        self._ranks = ranks_of_node()
+        self._ranks = ranks_of_node(gpu_memory_node())
         self._peers = watch_peers(self._ranks)
         self._runtime = Runtime(self.vllm_config, self._options, self._ranks)
         self._offloader = PagingOffloader(self._runtime.take_over)
         set_offloader(self._offloader)  # the runner's constructor has just set vLLM's own
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        unpacked = nullcontext() if self._options.experts == "device" else experts_stay_unpacked()
+        unpacked = experts_stay_unpacked() if needs_plain_experts(self._options) else nullcontext()
         with freed_tensors_leave_the_process(), packed_experts_stay_pageable(), unpacked:
             super().load_model(*args, **kwargs)
             self._offloader.post_init()

@@ -57,7 +57,8 @@ def kernels_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> SdpaK
     query = torch.empty(1, 1, 16, head_dim, dtype=dtype, device=device)
     mask = torch.ones(1, 1, 16, 16, dtype=torch.bool, device=device)
     params = torch.backends.cuda.SDPAParams(query, query, query, mask, 0.0, False, False)
-    takes_masks = torch.backends.cuda.can_use_efficient_attention(params)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):  # as it is called, whoever else may have switched it off
+        takes_masks = torch.backends.cuda.can_use_efficient_attention(params)
     return cuda_kernels(torch.cuda.get_device_capability(device), dtype, takes_masks=takes_masks)
 
 

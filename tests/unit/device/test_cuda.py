@@ -3,13 +3,15 @@
 
 import gc
 import re
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from tests.helpers.recording_cuda import RecordingCuda
+from tests.helpers.recording_cuda import DoubleStream, RecordingCuda
 from vllm_moe_lightning.device import CudaDevice
 from vllm_moe_lightning.errors import (
     DeviceMemoryError,
@@ -151,6 +153,40 @@ def test_operations_are_named_ranges_for_a_profiler_unless_switched_off(
     assert cuda.ranges == ["pre(0,0)"]
 
 
+def test_a_copy_that_fails_leaves_no_range_open_and_its_memory_held(
+    make_device: MakeDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device()
+    host, frame = device.allocate_host(KIB, "host").tensor, device.allocate(KIB, "frame").tensor
+    source = torch.full((KIB,), 9, dtype=torch.uint8)
+    copy, calls = cuda.copy, []
+
+    def second_fails(stream: DoubleStream, dst: torch.Tensor, src: torch.Tensor) -> None:
+        calls.append(stream)
+        if len(calls) > 1:
+            raise RuntimeError("CUDA error: invalid argument")
+        copy(stream, dst, src)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("CUDA error: invalid argument")
+
+    monkeypatch.setattr(cuda, "copy", second_fails)
+    monkeypatch.setattr(cuda, "fill", fail)
+    alive = weakref.ref(source)
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        device.h2d.fill(frame, 9, writes=["frame"])
+    with pytest.raises(RuntimeError, match="invalid argument"):
+        device.d2h.copy([host[:512], host[512:]], source.split(512), "qkv", reads=["source"], writes=["host"])
+    assert cuda.ranges == ["fill", "qkv"]
+    assert not cuda.open_ranges
+    del source
+    gc.collect()
+    assert alive() is not None, "the first half of the copy still reads it"
+    device.d2h.synchronize()
+    assert (host[:512] == 9).all()
+    assert device.totals()["d2h"].num_bytes == 512
+
+
 def test_a_wait_of_the_native_thread_for_the_gpu_is_not_busy_time(make_device: MakeDevice) -> None:
     device = make_device()
     before = device.totals()["cpu"]
@@ -241,3 +277,38 @@ def test_bad_options_are_refused_with_their_value(cuda: RecordingCuda) -> None:
     ):
         with pytest.raises(ValueError, match=words):
             CudaDevice(runtime=cuda, **options)  # type: ignore[arg-type]
+
+
+def test_figures_that_other_threads_ask_for_meanwhile_are_exact(
+    make_device: MakeDevice, cuda: RecordingCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make_device()
+    frame, host = device.allocate(KIB, "frame"), device.allocate_host(KIB, "host")
+    device.set_recording(10_000)
+    is_complete = cuda.is_complete
+
+    def is_complete_after_a_while(event: object) -> bool:
+        time.sleep(1e-4)  # another thread's turn
+        return is_complete(event)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(cuda, "is_complete", is_complete_after_a_while)
+    num_copies, records, is_over = 200, [], threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            device.totals()
+            records.extend(device.drain_records())
+
+    askers = [threading.Thread(target=ask) for _ in range(3)]
+    for asker in askers:
+        asker.start()
+    for _ in range(num_copies):
+        device.h2d.copy([frame.tensor], [host.tensor], "page", reads=["host"], writes=["frame"])
+        device.compute.wait_event(device.h2d.record_event())
+        device.h2d.drain()
+    is_over.set()
+    for asker in askers:
+        asker.join()
+    assert (device.totals()["h2d"].num_operations, device.totals()["h2d"].num_bytes) == (num_copies, num_copies * KIB)
+    records += device.drain_records()
+    assert [record.label for record in records].count("page") == num_copies

@@ -6,9 +6,11 @@ import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.decoder import make_engine
 from tests.helpers.recording_cuda import RecordingCuda
+from vllm_moe_lightning.device import cuda as cuda_module
 from vllm_moe_lightning.device import pinning
 from vllm_moe_lightning.device.pinning import is_wsl
 from vllm_moe_lightning.errors import PinningError
@@ -20,18 +22,87 @@ def registered(cuda: RecordingCuda) -> list[int]:
     return [size for what, _, size in cuda.pin_calls if what == "register"]
 
 
+def mapped(*num_pages: int) -> list[torch.Tensor]:
+    """[num_bytes] uint8 each, zeroed, in pages of their own."""
+    return [torch.frombuffer(mmap.mmap(-1, number * PAGE), dtype=torch.uint8) for number in num_pages]
+
+
 def test_memory_is_pinned_piece_by_piece_zeroed_and_page_aligned() -> None:
     cuda = RecordingCuda()
     device = cuda.device(pin_chunk_bytes=4 * PAGE)
     buffer = device.allocate_host(10 * PAGE + 5, "weights").tensor
-    assert registered(cuda) == [4 * PAGE, 4 * PAGE, 2 * PAGE + 5]
+    assert registered(cuda) == [4 * PAGE, 4 * PAGE, 3 * PAGE]
     assert cuda.pin_calls[1][1] == buffer.data_ptr() + 4 * PAGE
     assert buffer.data_ptr() % PAGE == 0
     assert buffer.shape == (10 * PAGE + 5,)
     assert not buffer.any()
-    assert "40.00 KiB pinned" in device.memory_report()
+    assert "44.00 KiB pinned" in device.memory_report()
     device.close()
     assert not cuda.pinned
+
+
+def test_memory_of_others_is_pinned_in_whole_pages_none_of_which_is_in_two_registrations() -> None:
+    """As vLLM's KV caches, which begin 64 bytes behind an edge, or share a page with what malloc gave out before."""
+    cuda = RecordingCuda()
+    device = cuda.device(pin_chunk_bytes=2 * PAGE)
+    [buffer] = mapped(9)
+    device.pin(buffer[PAGE + 64 : 4 * PAGE + 100], "KV cache 0")  # pages 1 to 4
+    device.pin(buffer[7 * PAGE + 1 : 8 * PAGE], "KV cache 2")  # page 7
+    device.pin(buffer[4 * PAGE + 100 : 7 * PAGE + 1], "KV cache 1")  # 5 and 6: both ends are pinned already
+    device.pin(buffer[64 : 9 * PAGE], "all of them")  # 0 and 8
+    pages = [((address - buffer.data_ptr()) / PAGE, size / PAGE) for _, address, size in cuda.pin_calls]
+    assert pages == [(1, 2), (3, 2), (7, 1), (5, 2), (0, 1), (8, 1)]
+    assert "36.00 KiB pinned" in device.memory_report()
+    frame = device.allocate(9 * PAGE - 64, "frame").tensor
+    frame.copy_(torch.arange(len(frame)) % 251)
+    device.d2h.copy([buffer[64:]], [frame], "down", reads=["frame"], writes=["cache"])
+    assert torch.equal(buffer[64:], frame)
+    assert [each.target[1] - each.target[0] for each in cuda.copied] == [
+        PAGE - 64, 2 * PAGE, 2 * PAGE, 2 * PAGE, PAGE, PAGE
+    ]  # fmt: skip
+    device.close()
+    assert not cuda.pinned
+
+
+def test_one_copy_is_one_operation_and_no_call_of_it_crosses_a_registration() -> None:
+    cuda = RecordingCuda(late=True)
+    device = cuda.device(pin_chunk_bytes=PAGE)
+    host, frame = device.allocate_host(8 * PAGE, "host").tensor, device.allocate(8 * PAGE, "frame").tensor
+    with pytest.raises(RuntimeError, match="crosses an edge"):
+        cuda.copy(device.h2d.handle, frame, host)
+    host.copy_(torch.arange(len(host)) % 251)
+    before = device.totals()["h2d"]
+    begin = PAGE // 2
+    device.h2d.copy([frame[begin:]], [host[begin:]], "page", reads=["host"], writes=["frame"])
+    device.h2d.copy([frame[:begin]], [host[:begin]], "rest", reads=["host"], writes=["frame"])
+    assert [each.label for each in cuda.copied] == ["page"] * 8 + ["rest"]
+    device.h2d.synchronize()
+    assert torch.equal(frame, host)
+    after = device.totals()["h2d"]
+    assert (after.num_operations - before.num_operations, after.num_bytes - before.num_bytes) == (2, 8 * PAGE)
+    device.d2h.fill(host[begin:], 7, writes=["host"])
+    device.d2h.synchronize()
+    assert (host[begin:] == 7).all()
+    assert torch.equal(host[:begin], frame[:begin])
+    device.close()
+
+
+def test_the_staging_of_pageable_memory_is_cut_at_registrations_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_module, "PIECE_BYTES", 3 * PAGE)
+    cuda = RecordingCuda(late=True)
+    device = cuda.device(host_memory="pageable", pageable_from_bytes=1, pin_chunk_bytes=2 * PAGE)
+    source, target = mapped(7, 7)
+    for loose in (source, target):
+        cuda.treat_as_host(loose)
+    source.copy_(torch.arange(len(source)) % 251)
+    frame = device.allocate(len(source), "frame").tensor
+    device.h2d.copy([frame], [source], "up", reads=["source"], writes=["frame"])
+    device.d2h.wait_event(device.h2d.record_event())
+    device.d2h.copy([target], [frame], "down", reads=["frame"], writes=["target"])
+    assert torch.equal(target, source)
+    sizes = [(each.label, (each.target[1] - each.target[0]) // PAGE) for each in cuda.copied]
+    assert sizes == [(label, size) for label in ("up", "down") for size in (2, 1, 1, 2, 1)]
+    device.close()
 
 
 def test_nothing_to_pin_is_no_call() -> None:

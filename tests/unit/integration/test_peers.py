@@ -33,14 +33,14 @@ def test_a_rank_outlives_another_only_if_it_is_leaving_itself(then: str, seconds
 
 def test_ranks_of_other_machines_are_neither_counted_nor_watched() -> None:
     """Process ids mean something on their own machine only."""
-    processes = [("a", 10), ("a", 11), ("b", 10), ("b", 12)]
+    processes = [("a", 10, 0), ("a", 11, 1), ("b", 10, None), ("b", 12, 1)]
     assert [ranks_beside(own, processes) for own in processes] == [
-        NodeRanks(0, (10, 11)),
-        NodeRanks(1, (10, 11)),
-        NodeRanks(0, (10, 12)),
-        NodeRanks(1, (10, 12)),
+        NodeRanks(0, (10, 11), (0, 1)),
+        NodeRanks(1, (10, 11), (0, 1)),
+        NodeRanks(0, (10, 12), (None, 1)),
+        NodeRanks(1, (10, 12), (None, 1)),
     ]
-    assert watch_peers(NodeRanks(0, (os.getpid(),))) is None
+    assert watch_peers(NodeRanks(0, (os.getpid(),), (None,))) is None
 
 
 def test_processes_of_one_machine_have_one_identity() -> None:

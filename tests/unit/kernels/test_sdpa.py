@@ -71,6 +71,7 @@ class Gpu:
         mask_pairs = 0 if attn_mask is None else query.shape[0] * queries * keys
         if attn_mask is not None:
             assert attn_mask.shape == (query.shape[0], 1, queries, keys)
+            assert attn_mask.stride(-1) == 1
         self.calls.append(Call(backend, mask_pairs, query[..., 0].numel() * keys, query.nbytes))
         if not self.is_run:
             return torch.empty_like(query)

@@ -6,8 +6,11 @@ the hazard. That no GPU ran these calls is what is left to benchmarks/gpu_check.
 """
 
 import logging
+import mmap
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks.torch_decoder import DecoderConfig
-from tests.helpers.decoder import all_equal, make_engine, plain_dummy, plain_run, run, run_dummy, steps_of
+from tests.helpers.decoder import all_close, all_equal, make_engine, plain_dummy, plain_run, run, run_dummy, steps_of
 from tests.helpers.recording_cuda import Copied, RecordingCuda
 from tests.helpers.stream_log import StreamLog
 from tests.helpers.touched_memory import TouchedMemory
@@ -24,6 +27,8 @@ from vllm_moe_lightning.device import EmulatedDevice
 from vllm_moe_lightning.errors import DeviceStalledError, DeviceTaskError, HazardError
 
 SMALL = DecoderConfig(num_layers=3)
+PAGE, MIB = mmap.PAGESIZE, 1 << 20
+ACROSS = DecoderConfig(num_layers=3, head_dim=24)  # a KV block of one page and a half
 
 
 def first_hazard(log: StreamLog) -> str:
@@ -77,6 +82,59 @@ def test_so_it_is_for_other_shapes(name: str, config: DecoderConfig, options: di
     cuda = RecordingCuda(late=True)
     assert all_equal(run_on_double(cuda, config, name, **options), plain_run(config, COUNT))
     cuda.log.check()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at_once", "late"])
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_and_kv_that_lie_across_registrations_come_over_as_if_in_one(name: str, late: bool) -> None:
+    """The double refuses a copy that crosses an edge."""
+    cut, results = run_across_registrations(name, late=late)
+    assert all_equal(results, plain_run(ACROSS, COUNT))
+    assert cut >= ({"weight_page", "kv_load"} if name == "s4" else {"weight_page"})
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at_once", "late"])
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [({"prefill_context": "link"}, "kv_load"), ({"experts": "fetched", "expert_slots": 8}, "experts_fetch")],
+    ids=["context", "fetched"],
+)
+def test_so_do_context_and_single_experts(options: dict[str, Any], label: str, late: bool) -> None:
+    cut, results = run_across_registrations("cgopipe", late=late, **options)
+    assert all_close(results, plain_run(ACROSS, reference=True))
+    assert label in cut
+
+
+def run_across_registrations(name: str, *, late: bool, **options: Any) -> tuple[set[str], list[torch.Tensor]]:
+    """(copies from the host, by their labels, that took several calls; the steps' results)"""
+    cuda = RecordingCuda(late=late)
+    device = cuda.device(poison=True, pin_chunk_bytes=PAGE)
+    options = {"num_micro_batches": COUNT, "page_mib": 1.5 * PAGE / MIB, **options}
+    with make_engine(ACROSS, device=device, schedule=name, **options) as engine:
+        results = run(engine)
+    cuda.log.check()
+    from_host = [copied for copied in cuda.copied if copied.stream == "h2d" and copied.source is not None]
+    assert all(low // PAGE == (high - 1) // PAGE for low, high in (copied.source or (0, 1) for copied in from_host))
+    return {copied.label.partition("(")[0] for copied in joined(from_host) if len(copied.calls) > 1}, results
+
+
+@dataclass
+class Joined:
+    label: str
+    calls: list[Copied]
+
+
+def joined(copied: Iterable[Copied]) -> list[Joined]:
+    """Of one operation, calls whose host memory and device memory go on where the last call's end."""
+    found: list[Joined] = []
+    for each in copied:
+        last = found[-1].calls[-1] if found else None
+        goes_on = last is not None and each.source is not None and last.source is not None
+        if goes_on and (last.label, last.source[1], last.target[1]) == (each.label, each.source[0], each.target[0]):
+            found[-1].calls.append(each)
+        else:
+            found.append(Joined(each.label, [each]))
+    return found
 
 
 @pytest.mark.parametrize(("name", "wait"), [entry for entry in WAITS if entry not in ORDER_ONLY])

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts come when they are asked for and stay while they are hot, and no step ever meets another expert's weights."""
 
+import mmap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_a_prefill_of_all_experts_is_right_for_every_number_of_slots(make: Make,
 def test_on_cuda_calls_alone_every_page_is_ordered(num_slots: int) -> None:
     """The recording double: copies run as late as the events that were recorded allow."""
     cuda = RecordingCuda(late=True)
-    device = cuda.device(poison=True)
+    device = cuda.device(poison=True, pin_chunk_bytes=mmap.PAGESIZE)
     experts = HostedExperts(device, num_layers=NUM_LAYERS, num_experts=NUM_EXPERTS, num_slots=num_slots)
     for num_tokens in (1, 20, 2):
         for layer in range(NUM_LAYERS):
