@@ -167,7 +167,7 @@ def parse_options(raw: object) -> MoeLightningConfig:
         ) from error
     if config.planner == "off" and config.experts == "auto":
         raise ValueError(
-            f"{OPTIONS_KEY}.experts: 'auto' is the planner's choice, and planner is 'off'; give cpu or device"
+            f"{OPTIONS_KEY}.experts: 'auto' is the planner's choice, and planner is 'off'; give cpu, fetched or device"
         )
     ignored = [name for name in FETCHED_ONLY if getattr(config, name) is not None]
     if config.experts != "fetched" and ignored:

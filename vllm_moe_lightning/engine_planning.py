@@ -175,21 +175,21 @@ class EnginePlanning:
 
     def plan(self) -> PlannedEngine:
         options = self.request.options
-        whole = self._relieved()
         if options.experts != "fetched" or options.expert_slots is not None:
-            return whole
-        # What resident layers would take is the slots', at least a layer's worth; then all is solved for once more.
-        resident = options.num_resident_layers
-        layers = max(1, whole.plan.num_resident_layers) if resident is None else 1
-        slots = layers * self.spec.num_experts
-        with_slots = replace_struct(options, expert_slots=slots, num_resident_layers=resident or 0)
-        request = replace(self.request, options=with_slots)
-        planning = EnginePlanning(request, attention_on_device=self.attention_on_device)
-        planning.reasons["expert_slots"] = f"planned: as many as {layers} layers have"
-        if resident is None:
-            planning.reasons["num_resident_layers"] = "planned: their room is the slots'"
-        fetching = planning.plan()
-        return fetching if fetching.plan.fetched_up_to_tokens else whole
+            return self._relieved()
+        # More would be taken from resident layers, which large sweeps need and small ones do not miss.
+        request = replace(self.request, options=replace_struct(options, expert_slots=self.spec.num_experts))
+        fetching = EnginePlanning(request, attention_on_device=self.attention_on_device)
+        fetching.reasons["expert_slots"] = "planned: as many as a layer has experts"
+        try:
+            planned = fetching.plan()
+        except PolicyInfeasibleError:
+            self.reasons["expert_slots"] = "none: the device has no room for them"
+            return self._relieved()
+        if not planned.plan.fetched_up_to_tokens:
+            self.reasons["expert_slots"] = "none: fetching is not predicted to be faster"
+            return self._relieved()
+        return planned
 
     def _relieved(self) -> PlannedEngine:
         """The plan, of less than was asked for where nothing else fits."""
@@ -235,6 +235,7 @@ class EnginePlanning:
             "--max-model-len": given.max_model_len,
             "num_micro_batches": options.num_micro_batches,
             "num_resident_layers": options.num_resident_layers,
+            "expert_slots": options.expert_slots,
             "device_memory_mib": options.device_memory_mib,
         }
         fixed = [f"{name} {value:g}" for name, value in values.items() if value is not None]
@@ -264,10 +265,9 @@ class EnginePlanning:
     def _fetch_reasons(self) -> dict[str, str]:
         if self.request.options.experts != "fetched":
             return {}
-        options = self.request.options
-        slots = "none: fetching is not predicted to be faster" if options.expert_slots is None else GIVEN
+        given = self.request.options.fetched_up_to_tokens is not None
         up_to = "as long as it is predicted to be faster, if all experts are asked for alike"
-        return {"expert_slots": slots, "fetched_up_to_tokens": up_to if options.fetched_up_to_tokens is None else GIVEN}
+        return {"expert_slots": GIVEN, "fetched_up_to_tokens": GIVEN if given else up_to}
 
     def _fetched_up_to_tokens(self, choice: HrmPolicy, work: Workload, most_tokens: int) -> int:
         options = self.request.options
@@ -294,11 +294,12 @@ class EnginePlanning:
         )
         sweep, rate = policy.cost.decode, policy.tokens_per_s
         room_reason = f"decode tokens, and {room:g} of prompts" if room > prefill else "decode and prefill tokens"
+        most_tokens = given.max_num_batched_tokens or num_seqs + max(prefill, int(room))
         return EnginePlan(
             expected_prompt_tokens=work.prompt_len,
             expected_generation_tokens=work.gen_len,
             max_num_seqs=num_seqs,
-            max_num_batched_tokens=given.max_num_batched_tokens or num_seqs + max(prefill, int(room)),
+            max_num_batched_tokens=most_tokens,
             prefill_tokens_per_sweep=prefill,
             attention_on_device=self.attention_on_device,
             num_micro_batches=choice.num_micro_batches,
@@ -308,9 +309,9 @@ class EnginePlanning:
             num_resident_layers=int(choice.num_resident_layers),
             prompts_on_device=choice.prompts_on_gpu,
             context_query_tokens=choice.context_query_tokens,
-            cpu_expert_layers=self._cpu_expert_layers(choice, work, given.max_num_batched_tokens or num_seqs),
+            cpu_expert_layers=self._cpu_expert_layers(choice, work, most_tokens),
             expert_slots=work.expert_slots,
-            fetched_up_to_tokens=self._fetched_up_to_tokens(choice, work, given.max_num_batched_tokens or num_seqs),
+            fetched_up_to_tokens=self._fetched_up_to_tokens(choice, work, most_tokens),
             block_size=request.block_size,
             num_kv_blocks=blocks,
             max_model_len=self.max_model_len if self.spec.num_windowed_layers else longest,

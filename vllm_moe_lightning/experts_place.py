@@ -44,16 +44,19 @@ def cpu_expert_layers(
 def fetched_up_to_tokens(
     spec: MoeModelSpec, machine: HardwareProfile, policy: HrmPolicy, context: float, num_slots: int, most_tokens: int
 ) -> int:
-    """The largest sweep for which fetching experts is predicted to take less time than streaming layers, up to
-    most_tokens and to the power of two below; 0 if there is none. num_slots: experts that have room on the device.
+    """The largest sweep, up to most_tokens, for which fetching experts is predicted to take less time than streaming
+    layers; 0 if there is none. num_slots: experts that have room on the device.
 
     Takes all experts to be asked for alike, which finds them on the device least often: real routing does better.
     """
-    largest, tokens = 0, 1
-    while tokens <= most_tokens and _SmallSweep(spec, machine, policy, context, tokens).is_better_fetched(num_slots):
-        largest = tokens
-        tokens *= 2
-    return largest
+    low, high = 0, most_tokens + 1
+    while high - low > 1:
+        tokens = (low + high) // 2
+        if _SmallSweep(spec, machine, policy, context, tokens).is_better_fetched(num_slots):
+            low = tokens
+        else:
+            high = tokens
+    return low
 
 
 def tokens_asking_for(share: float, num_experts: int, top_k: int) -> int:

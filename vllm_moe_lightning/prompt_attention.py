@@ -26,13 +26,18 @@ class PromptAttention:
     """Cached tokens that come up for the GPU, each once."""
 
     def cpu_flops(self, spec: MoeModelSpec, flops_per_logit: float) -> float:
-        attention = spec.attention
-        return self.cpu_pairs * (attention.decode_flops_per_pair + attention.num_q_heads * flops_per_logit)
+        return self.cpu_pairs * cpu_flops_per_pair(spec, flops_per_logit)
 
     def cpu_bytes(self, spec: MoeModelSpec) -> float:
         attention = spec.attention
         new = self.cpu_tokens * (attention.q_elements_per_token + attention.out_elements_per_token)
         return self.cpu_keys * spec.kv_bytes_per_token_layer + new * spec.widths.activation_bytes
+
+
+def cpu_flops_per_pair(spec: MoeModelSpec, flops_per_logit: float) -> float:
+    """Products of a pair, and what its logits' exponentials cost beside them."""
+    attention = spec.attention
+    return attention.decode_flops_per_pair + attention.num_q_heads * flops_per_logit
 
 
 def prompt_attention(spec: MoeModelSpec, policy: HrmPolicy, load: SweepLoad) -> PromptAttention:

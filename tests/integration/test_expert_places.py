@@ -134,7 +134,7 @@ def test_experts_by_torch_s_products_give_the_same_tokens_from_the_same_pages(ar
     for job in result.jobs:
         assert_same_tokens(job.token_ids, hf_result(arch, num_prompts=NUM_PROMPTS), f"{arch}, torch's products")
         assert_pages_are_exact(job, model, resident=resident, layer_bytes=layers)
-    assert "experts on the device by torch's matrix products" in result.log
+    assert f"experts on the device by torch's matrix products, in {len(with_experts)} layers" in result.log
 
 
 @pytest.mark.parametrize("options", [{"experts": "fetched"}, {"experts": "cpu"}, {"expert_kernel": "torch"}], ids=str)
@@ -144,7 +144,7 @@ def test_quantised_experts_that_our_kernels_do_not_know_are_refused_before_they_
         run_paged(model, [Job(standard_prompts(1))], options=options, engine_args={"dtype": "bfloat16"})
 
 
-def test_a_plan_gives_fetched_experts_the_room_of_resident_layers(checkpoint, hf_result):
+def test_a_plan_gives_fetched_experts_the_room_of_a_layer(checkpoint, hf_result):
     planner = {"planner": "auto", "hardware": "t4", "attention": "cpu"}
     result = run_paged(
         checkpoint("mixtral"),
@@ -155,7 +155,6 @@ def test_a_plan_gives_fetched_experts_the_room_of_resident_layers(checkpoint, hf
     (job,) = result.jobs
     assert_same_tokens(job.token_ids, hf_result("mixtral", num_prompts=NUM_PROMPTS), "planned and fetched")
     assert 0 < job.stats[0]["bytes_fetched"] < job.stats[0]["bytes_paged"]
-    layers = len(expert_bytes_per_layer(checkpoint("mixtral")))
-    slots = layers * experts_per_layer(checkpoint("mixtral"))
-    assert re.search(rf"expert_slots +{slots} +planned: as many as {layers} layers have", result.log)
+    slots = experts_per_layer(checkpoint("mixtral"))
+    assert re.search(rf"expert_slots +{slots} +planned: as many as a layer has experts", result.log)
     assert re.search(r"fetched_up_to_tokens +40 +given", result.log)

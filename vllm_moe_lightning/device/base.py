@@ -182,7 +182,7 @@ class Device(ABC):
     @abstractmethod
     def wait_on_host(self, event: Event) -> None:
         """Blocks the calling thread until a copy stream's event is complete: it may then read what was copied. Orders
-        nothing that streams are given. Raises as Stream.synchronize does."""
+        nothing that streams are given. Raises DeviceStalledError if nothing goes on any more."""
 
     @property
     @abstractmethod

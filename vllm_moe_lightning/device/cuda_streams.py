@@ -131,11 +131,15 @@ class CudaStream(Stream):
 
     def set_recording(self, capacity: int) -> None:
         self._settle()
-        self.records = deque(self.records, maxlen=capacity)
+        with self._settling:
+            self.records = deque(self.records, maxlen=capacity)
 
     def drain_records(self) -> list[OperationRecord]:
         self._settle()
-        return [self.records.popleft() for _ in range(len(self.records))]  # one by one: others may append meanwhile
+        with self._settling:
+            records = list(self.records)
+            self.records.clear()
+        return records
 
     def _begin(self, label: str, reads: Sequence[str], writes: Sequence[str]) -> EventHandle:
         """Submits an operation; its commands follow."""

@@ -188,6 +188,12 @@ def _conflicts(vllm_config: Any, options: MoeLightningConfig) -> list[tuple[bool
             "drop those options",
         ),
         (
+            options.experts != "device" and options.expert_kernel == "vllm" and not is_cuda(),
+            f"moe_lightning.expert_kernel 'vllm' with experts {options.experts!r} on the CPU build, whose kernel packs "
+            "the weights for itself",
+            "drop one of the two",
+        ),
+        (
             options.experts == "fetched" and is_cuda() and model.dtype is torch.float32,
             "moe_lightning.experts 'fetched' in float32, which its kernel does not compute",
             "pass --dtype bfloat16 or float16, or drop that option",

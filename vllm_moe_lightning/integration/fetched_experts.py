@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
+from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.experts_place import tokens_asking_for
 from vllm_moe_lightning.integration.unstreamed_experts import host_weights
 from vllm_moe_lightning.pipeline.executor import PipelineExecutor
@@ -38,15 +39,24 @@ class FetchedExpertPlaces:
             ExpertSource(layer, executor.store.layers[layer].host.name, *host_weights(executor, layer))
             for layer in modules
         ]
-        num_experts = sources[0].shape.num_experts
+        try:
+            num_experts = sources[0].shape.num_experts
+        except ValueError as error:  # rows that the kernel has no loads for
+            raise UnsupportedError(f"moe_lightning.experts: 'fetched' does not go: {error}; drop the option") from error
+        if num_slots is not None and num_slots > len(modules) * num_experts:
+            raise ValueError(
+                f"moe_lightning.expert_slots: {num_slots} is more than the {len(modules) * num_experts} experts of the "
+                f"{len(modules)} layers that are not resident; give fewer"
+            )
         top_k = next(iter(modules.values())).moe_config.experts_per_token
         residency = ExpertResidency(sources, device, num_slots=num_slots or num_experts)
         kernel: PagedKernel = "triton" if device.torch_device.type == "cuda" else "reference"
-        executor.fetched_experts = FetchedExperts(device, residency, max_tokens, top_k, kernel)
+        fetched = executor.fetched_experts = FetchedExperts(device, residency, max_tokens, top_k, kernel)
         self._layers = ExpertPlaces(fetched=frozenset(modules))
         self._most_tokens = (
             tokens_asking_for(UNPLANNED_SHARE, num_experts, top_k) if most_tokens is None else most_tokens
         )
+        fetched.warm_up(self._most_tokens)
         logger.info(
             "moe_lightning: sweeps of up to %d tokens fetch the experts that they ask for; the hottest of %d stay in "
             "%d slots (%.1f MiB; computed by %s)",

@@ -54,10 +54,11 @@ def put_kernel_in_place(decoder_layers: Sequence[torch.nn.Module], option: Exper
     if option == "torch":
         for module in modules:
             require_plain(module, "expert_kernel: 'torch'")
-    for module in modules:
-        if reason_not_plain(module) is None:
-            module.own_kernel = torch_experts
-    logger.info("moe_lightning: experts on the device by torch's matrix products, expert by expert")
+    plain = [module for module in modules if reason_not_plain(module) is None]
+    for module in plain:
+        module.own_kernel = torch_experts
+    if plain:
+        logger.info("moe_lightning: experts on the device by torch's matrix products, in %d layers", len(plain))
 
 
 def _is_before_triton_s_tensor_cores() -> bool:

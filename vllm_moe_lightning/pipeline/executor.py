@@ -218,7 +218,9 @@ class PipelineExecutor:
     def _bring_up_first_layer(self, schedule: Schedule) -> None:
         """At the start, after an abort, or when the schedule was changed: agree with it about the first layer."""
         streamed = schedule.shape.streamed
-        expected = 1 if schedule.prefetches_first_layer and streamed else 0
+        if not streamed:  # what the sweep before has sent ahead is for the next one that streams
+            return
+        expected = 1 if schedule.prefetches_first_layer else 0
         if self.ring.prefetched_layers == streamed[:expected]:
             return
         self.ring.drop_prefetched()

@@ -52,12 +52,29 @@ class FetchedExperts(ExpertsPath):
         self, device: Device, residency: ExpertResidency, max_tokens: int, top_k: int, kernel: PagedKernel
     ) -> None:
         self.residency = residency
-        self._device, self._kernel, self._top_k = device, kernel, top_k
+        self._device, self._kernel, self._top_k, self._max_tokens = device, kernel, top_k, max_tokens
         self._bytes_per_token = top_k * ID_BYTES
         self._down_device = device.allocate(max_tokens * self._bytes_per_token, "routing staging (device)")
         self._down_host = device.allocate_host(max_tokens * self._bytes_per_token, "routing staging (host)")
         self._regions = TokenRegions()
         self._open: dict[int, _Fetch] = {}
+
+    def warm_up(self, most_tokens: int) -> None:
+        """Runs the kernel over one expert, at tokens 1, 2, 4, ... of a micro-batch: what has to be compiled, or cannot
+        run here, shows at the start and not in the middle of a job."""
+        layer = self.residency.layers[0]
+        shape, place = self.residency.shape(layer), self._device.torch_device
+        num_tokens = 1
+        while num_tokens <= min(most_tokens, self._max_tokens):
+            ids = torch.zeros(num_tokens, self._top_k, dtype=torch.int32)
+            hidden = torch.zeros(num_tokens, shape.hidden_size, dtype=shape.dtype, device=place)
+            step = paged_step(self._kernel, hidden, torch.zeros(ids.shape, device=place), ids.to(place), shape)
+            with closing(self.residency.waves(layer, ids)) as waves:
+                for wave in waves:
+                    with self.residency.use(wave, "warm-up of fetched experts") as table:
+                        step.add(table)
+            step.finish()
+            num_tokens *= 2
 
     def begin_sweep(self, num_tokens: Sequence[int]) -> None:
         self._regions.begin_sweep(num_tokens)
@@ -76,7 +93,9 @@ class FetchedExperts(ExpertsPath):
             case TaskName.ROUTING_OFFLOAD:
                 self._offload(key, len(request.hidden))
             case TaskName.EXPERTS_FETCH:
-                ids = self._ids(self._down_host, key.index, len(request.hidden))
+                ids, name = self._ids(self._down_host, key.index, len(request.hidden)), _host_name(key.index)
+                # Of no bytes: says what the link is about to be told by, even if nothing has to come up.
+                self._device.h2d.copy([], [], str(key), reads=[name], writes=())
                 self._open[key.index] = _Fetch(self.residency, key, ids)
             case _:
                 raise AssertionError(f"{key} is not a task of experts that are fetched")
@@ -117,7 +136,7 @@ class _Fetch:
     """Experts on their way: those of the first wave from the construction on."""
 
     def __init__(self, residency: ExpertResidency, key: TaskKey, ids: torch.Tensor) -> None:
-        self._waves = residency.waves(key.layer, ids, str(key), reads=[_host_name(key.index)])
+        self._waves = residency.waves(key.layer, ids, str(key))
         self._first = next(self._waves, None)
 
     def waves(self) -> Iterator[Wave]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from vllm_moe_lightning.device.base import Device, Event
+from vllm_moe_lightning.device.base import Buffer, Device, Event
 from vllm_moe_lightning.errors import DeviceMemoryError
 from vllm_moe_lightning.kernels.page_table import ExpertPages, ExpertScales, ExpertShape, PageTable, page_bytes_for
 from vllm_moe_lightning.weights.expert_scores import DEFAULT_HALF_LIFE_STEPS, ExpertScores
@@ -126,7 +126,12 @@ class ExpertResidency:
         self._layers = {layer.layer: layer for layer in layers}
         self._pages = {layer.layer: ExpertPages(layer.shape, self.page_bytes) for layer in layers}
         num_frames = num_slots * max(pages.num_pages for pages in self._pages.values())
-        self._frames = [device.allocate(self.page_bytes, f"{name}.frame[{index}]") for index in range(num_frames)]
+        # In one allocation: CUDA's allocator would round each up.
+        self._memory = device.allocate(num_frames * self.page_bytes, f"{name}.frames")
+        self._frames = [
+            Buffer(f"{name}.frame[{index}]", tensor)
+            for index, tensor in enumerate(self._memory.tensor.split(self.page_bytes))
+        ]
         self._free = list(range(num_frames))
         self._num_pinned_frames = 0
         self._residents: dict[tuple[int, int], Resident] = {}
@@ -141,7 +146,11 @@ class ExpertResidency:
     @property
     def device_bytes(self) -> int:
         """Of the frames."""
-        return self.page_bytes * len(self._frames)
+        return self._memory.tensor.nbytes
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self._layers)
 
     def shape(self, layer: int) -> ExpertShape:
         return self._layers[layer].shape
@@ -150,15 +159,13 @@ class ExpertResidency:
         """Whether the expert has frames: it is there, or on its way."""
         return (layer, expert) in self._residents
 
-    def waves(
-        self, layer: int, topk_ids: torch.Tensor, label: str | None = None, *, reads: Sequence[str] = ()
-    ) -> Generator[Wave, None, None]:
+    def waves(self, layer: int, topk_ids: torch.Tensor, label: str | None = None) -> Generator[Wave, None, None]:
         """The experts that a step asks of a layer, each in exactly one wave: one wave with all of them if they fit.
 
         topk_ids: integers on the host, any shape; negative ones are computed elsewhere. label: of the step's copies.
-        reads: names of the buffers that the ids came in, for hazard checks. Copies start when a wave is asked for. It
-        must be used before the next one is. Close the generator (contextlib.closing) where the caller may fail: an
-        exception that is kept would keep it, and with it what the wave pins.
+        They start when a wave is asked for. It must be used before the next one is. Close the generator
+        (contextlib.closing) where the caller may fail: an exception that is kept would keep it, and with it what the
+        wave pins.
         """
         asked = [expert for expert in topk_ids.unique().tolist() if expert >= 0]
         num_experts = self.shape(layer).num_experts
@@ -177,7 +184,7 @@ class ExpertResidency:
             step = self._num_experts_per_wave
             groups = [hits, *(misses[begin : begin + step] for begin in range(0, len(misses), step))]
         for group in filter(None, groups):
-            wave = self._bring(layer, group, label, reads, is_whole_step=len(group) == len(asked))
+            wave = self._bring(layer, group, label, is_whole_step=len(group) == len(asked))
             try:
                 yield wave
             finally:  # also when the caller gives up
@@ -207,36 +214,34 @@ class ExpertResidency:
 
     def close(self) -> None:
         """Gives the device memory back. The caller has waited for all that was submitted."""
-        for name in (*(frame.name for frame in self._frames), *(table.buffer_name for table in self._tables.values())):
+        for name in (self._memory.name, *(table.buffer_name for table in self._tables.values())):
             self._device.release(name)
         self._frames, self._free, self._residents, self._tables = [], [], {}, {}
 
-    def _bring(
-        self, layer: int, experts: Collection[int], label: str | None, reads: Sequence[str], *, is_whole_step: bool
-    ) -> Wave:
-        """Pins those that are there, then fetches the others."""
+    def _bring(self, layer: int, experts: Collection[int], label: str | None, *, is_whole_step: bool) -> Wave:
+        """Pins those that are there, then fetches the others. Pins none if that fails."""
         self.counters.num_waves += 1
-        present = [self._residents[layer, expert] for expert in experts if (layer, expert) in self._residents]
+        pinned: list[Resident] = []
         missing = [expert for expert in experts if (layer, expert) not in self._residents]
-        for resident in present:
-            self._pin(resident)
         try:
+            for expert in experts:
+                if (layer, expert) in self._residents:
+                    pinned.append(self._pin(self._residents[layer, expert]))
             self._make_room(layer, len(missing) * self._pages[layer].num_pages)
-        except DeviceMemoryError:
-            for resident in present:
+            for expert in missing:
+                pinned.append(self._pin(self._fetch(layer, expert, label)))
+        except BaseException:
+            for resident in pinned:
                 self._unpin(resident)
             raise
-        for expert in missing:
-            resident = self._fetch(layer, expert, label, reads)
-            self._pin(resident)
-            present.append(resident)
-        return Wave(layer, tuple(experts), tuple(present), is_whole_step)
+        return Wave(layer, tuple(experts), tuple(pinned), is_whole_step)
 
-    def _pin(self, resident: Resident) -> None:
+    def _pin(self, resident: Resident) -> Resident:
         if not resident.num_pins:
             self._num_pinned_frames += len(resident.frames)
         resident.num_pins += 1
         resident.last_wave = self.counters.num_waves
+        return resident
 
     def _unpin(self, resident: Resident) -> None:
         resident.num_pins -= 1
@@ -275,9 +280,9 @@ class ExpertResidency:
         computes = resident.layer == layer and resident.last_wave == self.counters.num_waves - 1
         return computes, self._scores.of(resident.layer, resident.expert), -resident.last_wave
 
-    def _fetch(self, layer: int, expert: int, label: str | None, reads: Sequence[str]) -> Resident:
+    def _fetch(self, layer: int, expert: int, label: str | None) -> Resident:
         source, pages, h2d = self._layers[layer], self._pages[layer], self._device.h2d
-        frames = tuple(self._free.pop() for _ in range(pages.num_pages))
+        frames = tuple(self._free[-pages.num_pages :])
         buffers = [self._frames[frame] for frame in frames]
         dst, src = [], []
         for buffer, rows in zip(buffers, pages.page_rows(), strict=True):
@@ -289,7 +294,8 @@ class ExpertResidency:
             dst.append(buffer.tensor[: raw.numel()])
         names = [buffer.name for buffer in buffers]
         label = f"expert({layer},{expert})" if label is None else f"{label} (expert {expert})"
-        h2d.copy(dst, src, label, reads=[source.buffer_name, *reads], writes=names)
+        h2d.copy(dst, src, label, reads=[source.buffer_name], writes=names)
+        del self._free[-pages.num_pages :]  # not before: a copy that failed leaves them free
         self._tables[layer].set(expert, [buffer.tensor.data_ptr() for buffer in buffers])
         self.counters.pages_moved += len(frames)
         self.counters.bytes_moved += source.shape.expert_bytes

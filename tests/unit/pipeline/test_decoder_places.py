@@ -52,3 +52,16 @@ def test_prompts_are_attended_to_on_the_device(options: dict[str, Any], brought_
     with make_engine(CONFIG, device=DEVICE, num_micro_batches=COUNT, **options) as engine:
         assert all_close(run(engine), plain_run(CONFIG, reference=True))
         assert any(sweep.context for sweep in engine.executor.recent_sweeps) == brought_up
+
+
+def test_sweeps_that_stream_nothing_leave_the_layer_that_was_sent_ahead() -> None:
+    device = {**DEVICE, "timing": "lazy"}
+    lens = ((9, 9), (1, 1), (9, 9), (1, 1), (1, 1), (9, 9))
+    with make_engine(
+        CONFIG, device=device, num_micro_batches=2, experts="fetched", fetched_up_to_tokens=2, expert_slots=8
+    ) as engine:
+        assert all_close(run(engine, lens), plain_run(CONFIG, lens=lens, reference=True))
+        assert engine.executor.counters.refills == 1
+        assert (
+            engine.executor.ring.pages_moved == 3 * engine.store.sweep_pages() + engine.executor.pages_of_first_layer()
+        )

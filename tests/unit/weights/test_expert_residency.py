@@ -248,6 +248,31 @@ def test_a_step_that_fails_holds_nothing_back_even_while_its_error_is_kept(
     assert kept.tb is not None
 
 
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])
+def test_a_copy_that_fails_costs_neither_a_frame_nor_a_pin(
+    make: Make, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    experts = make(num_slots=4)
+    step(experts, 0, [0])
+    copy, number = experts.device.h2d.copy, 0
+
+    def copy_until(*arguments: Any, **options: Any) -> None:
+        nonlocal number
+        number += 1
+        if number == failing:
+            raise RuntimeError("no copy")
+        copy(*arguments, **options)
+
+    for _ in range(3):
+        number = 0
+        with monkeypatch.context() as patch:
+            patch.setattr(experts.device.h2d, "copy", copy_until)
+            with pytest.raises(RuntimeError, match="no copy"):
+                [step(experts, layer, [0, 1, 2, 3]) for layer in (1, 2)]
+    step(experts, 0, [4, 5, 6, 7])
+    step(experts, 1, [0, 1, 2, 3])
+
+
 def test_a_wave_is_of_no_use_after_the_next_was_asked_for(make: Make) -> None:
     experts = make(num_slots=1)
     waves = list(experts.residency.waves(0, torch.tensor([0, 1])))
