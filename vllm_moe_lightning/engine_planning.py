@@ -156,7 +156,12 @@ class EnginePlanning:
         if tokens is None and self._whole_batch:
             tokens = self._whole_batch + max(self._prefill_tokens(work, self._whole_batch), least)
         most = self.request.options.prefill_tokens_per_sweep
-        return SweepBuffers(least_prefill_tokens=least, total_tokens=tokens, most_prefill_tokens=most)
+        return SweepBuffers(
+            least_prefill_tokens=least,
+            total_tokens=tokens,
+            most_prefill_tokens=most,
+            longest_sequence=-(-self.max_model_len // self.request.block_size) * self.request.block_size,
+        )
 
     def _prefill_tokens(self, work: Workload, num_seqs: int) -> int:
         """Of a sweep in the steady state."""

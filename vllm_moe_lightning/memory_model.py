@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from vllm_moe_lightning.affine import Affine, affine_terms
+from vllm_moe_lightning.attention_memory import (
+    CONTEXT_FRAME_BYTES,
+    PROMPT_ATTENTION_BYTES,
+    QUERY_COPIES,
+    mask_bytes_per_pair,
+)
 from vllm_moe_lightning.cost_model import hidden_via_host, pages_per_layer
 from vllm_moe_lightning.hardware import HardwareProfile
 from vllm_moe_lightning.kernel_costs import LOGITS_BYTES
 from vllm_moe_lightning.model_spec import MoeModelSpec
 from vllm_moe_lightning.policy.policy import NUM_SLOTS
-from vllm_moe_lightning.rowwise import larger
+from vllm_moe_lightning.rowwise import larger, smaller
 from vllm_moe_lightning.workload import HrmPolicy, SweepLoad, Workload
 
 # Logits in float32, and the copy that sampling works on.
@@ -46,15 +52,45 @@ class MemoryNeed:
         return self.total_bytes <= self.budget_bytes
 
 
-def _activation_bytes(spec: MoeModelSpec, micro_batch: SweepLoad) -> float:
+def _activation_bytes(
+    spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy, peak: SweepLoad
+) -> float:
     """Widest point of a forward pass over a micro-batch: experts' inputs, gate and up, their product, outputs; or
-    Q, K, V and the attention output."""
+    Q, K, V and the attention output, and what attention of prompts takes on the GPU."""
     k, width = spec.top_k, spec.widths.activation_bytes
     experts = k * (2 * spec.hidden + MOE_INTERMEDIATES * spec.expert_intermediate)
     ffn = max(experts, 3 * max(spec.shared_intermediate, spec.dense_intermediate))
     attention = spec.attention.q_elements_per_token + spec.attention.kv_elements_per_token
     attention += spec.attention.out_elements_per_token
-    return micro_batch.tokens * max(ffn, attention) * width
+    longest_sequence = workload.prompt_len_max or workload.prompt_len
+    if workload.buffers is not None:
+        longest_sequence = max(longest_sequence, workload.buffers.longest_sequence)
+    # A share of the sweep; but one prompt may have all of its prefill tokens, and rows are not cut.
+    longest_row = smaller(peak.prefill_tokens, longest_sequence)
+    tokens = larger(peak.divided(policy.num_micro_batches).tokens, longest_row)
+    attention_bytes = tokens * attention * width
+    if policy.prompts_on_gpu or policy.context_query_tokens:
+        num_keys = larger(longest_row, _frame_tokens(spec, workload, policy))
+        attention_bytes += _prompt_attention_bytes(spec, tokens, num_keys) * profile.gpu.num_gpus
+    return larger(tokens * ffn * width, attention_bytes)
+
+
+def _prompt_attention_bytes(spec: MoeModelSpec, num_queries: float, num_keys: float) -> float:
+    """On each GPU, for a moment: slices, or for small prompts all at once; and the output that kernels for whole
+    prompts make (kernels/sdpa.py)."""
+    attention, width = spec.attention, spec.widths.activation_bytes
+    group = attention.num_q_heads // attention.num_kv_heads
+    at_once = num_queries * num_keys * group * mask_bytes_per_pair(width)
+    at_once += num_queries * QUERY_COPIES * attention.out_elements_per_token * width
+    at_once += num_keys * spec.kv_bytes_per_token_layer
+    return smaller(PROMPT_ATTENTION_BYTES, at_once) + num_queries * attention.out_elements_per_token * width
+
+
+def _frame_tokens(spec: MoeModelSpec, workload: Workload, policy: HrmPolicy) -> float:
+    """Of one frame for prompts' cached context (pipeline/context_frames), which is there from the start."""
+    if workload.buffers is None or policy.attention_on_gpu or not policy.context_query_tokens:
+        return 0.0
+    return min(workload.buffers.longest_sequence, CONTEXT_FRAME_BYTES // spec.kv_bytes_per_token_layer)
 
 
 def _staging_bytes(spec: MoeModelSpec, peak: SweepLoad) -> float:
@@ -88,11 +124,14 @@ def _gpu_items(
             "slots of fetched experts": workload.expert_slots * spec.expert_layer_bytes / spec.num_experts,
             # Every GPU holds the whole hidden state; the rest is split among them.
             "hidden states": hidden_tokens * hidden_bytes * HIDDEN_COPIES * profile.gpu.num_gpus,
-            "activations of a micro-batch": _activation_bytes(spec, share),
+            "activations of a micro-batch": _activation_bytes(spec, profile, workload, policy, peak),
             "staging": _staging_bytes(spec, peak),
             "logits": larger(peak.seqs, policy.batch_size) * spec.vocab * LOGITS_BYTES * LOGITS_COPIES,
             "KV cache on the GPU": policy.kv_gpu_ratio * kv_bytes(spec, workload, policy),
             "KV frames": frames * (1.0 - policy.kv_gpu_ratio),
+            "frames for prompts' contexts": NUM_SLOTS
+            * _frame_tokens(spec, workload, policy)
+            * spec.kv_bytes_per_token_layer,
         }
     )
 

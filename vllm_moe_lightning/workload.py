@@ -41,6 +41,8 @@ class SweepBuffers:
     """Decode and prefill tokens together, where they are fixed."""
     most_prefill_tokens: float | None = None
     """Of a sweep, where the user allows no more: longer prompts take several sweeps."""
+    longest_sequence: float = 0.0
+    """Tokens that one sequence may have, expected or not. 0: no more than is expected."""
 
 
 @dataclass(frozen=True)

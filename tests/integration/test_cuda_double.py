@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.engine import Job
+from tests.helpers.engine_call import call, result_of
 from tests.helpers.oracle import assert_same_tokens
 from tests.helpers.paging import reconfigured, run_paged
 from tests.helpers.prompts import standard_prompts
@@ -27,23 +28,45 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_the_engine_on_cuda_streams_gives_the_same_tokens_and_every_conflict_is_ordered(variant, checkpoint, hf_result):
+FLASH_ATTENTION = "tests.helpers.cuda_double_in_vllm:prompts_by_flash_attention"
+
+
+@pytest.mark.parametrize(
+    ("variant", "runner", "more"),
+    [
+        *((variant, "v1", ()) for variant in VARIANTS),
+        ("prompts on the device", "v2", ()),
+        ("prompts on the device", "v1", (FLASH_ATTENTION,)),
+    ],
+)
+def test_the_engine_on_cuda_streams_gives_the_same_tokens_and_every_conflict_is_ordered(
+    variant, runner, more, checkpoint, hf_result
+):
     prompts, options = standard_prompts(NUM_PROMPTS), VARIANTS[variant]
     counts = (1,) if variant == "attention on the device" else (1, 3)
-    jobs = [Job(prompts, {"max_tokens": 8}, before=reconfigured(num_micro_batches=n)) for n in counts]
+    profile = call("tests.helpers.cuda_double_in_vllm:profile_run")
+    jobs = [Job(prompts, {"max_tokens": 8}, before=[*reconfigured(num_micro_batches=n), profile]) for n in counts]
     chunked = {"max_num_batched_tokens": 64, "max_num_seqs": 9}
     result = run_paged(
-        checkpoint("qwen2_moe"), jobs, options=options, debug={"poison": True}, preload=PRELOAD, engine_args=chunked
+        checkpoint("qwen2_moe"),
+        jobs,
+        runner=runner,
+        options=options,
+        debug={"poison": True},
+        preload=[*PRELOAD, *more],
+        engine_args=chunked,
     )
     oracle = hf_result("qwen2_moe", num_prompts=NUM_PROMPTS)
-    for job in result.jobs:
+    for job, count in zip(result.jobs, counts, strict=True):
+        assert result_of(job, -1) == {1: [64], 3: [22, 22, 20]}[count]
         assert_same_tokens(job.token_ids, _first(oracle, 8), variant)
         (stats,) = job.stats
         assert stats["device"] == "cuda"
         assert stats["proof"] == ""
         assert stats["num_calls"] > 100
         assert stats["pinned"] > 0
+        assert stats["allocated_in_sweeps"] == []
+        assert (stats["steps_brought_down"] > 0) == (variant != "attention on the device")
         assert (stats["bytes_paged"] == 0) == (variant == "experts on the CPU")
         assert (stats["bytes_fetched"] > 0) == (variant == "experts fetched")
 

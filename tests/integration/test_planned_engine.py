@@ -24,6 +24,7 @@ NOTHING_GIVEN = dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cac
 NUM_LAYERS = 4
 KV_BYTES_PER_TOKEN = NUM_LAYERS * 2 * 2 * 32 * 4  # K and V, heads, head_dim, float32
 SMALL_DEVICE_MIB = 5  # of four layers of 1.1 MiB and 1.2 MiB of other weights
+DEVICE_MIB_FOR_A_LONG_PROMPT = 7  # whose attention and experts take 2 MiB
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_what_does_not_fit_is_refused_with_need_have_and_what_fixed_it(start):
 def test_a_longest_request_that_the_cache_can_never_hold_is_refused_at_start(start, planner):
     """B18: eight blocks of 32 tokens for 256 tokens, and the one that vLLM holds back."""
     hardware = "t4" if planner == "auto" else None
-    options = {"planner": planner, "hardware": hardware, "device_memory_mib": SMALL_DEVICE_MIB}
+    options = {"planner": planner, "hardware": hardware, "device_memory_mib": DEVICE_MIB_FOR_A_LONG_PROMPT}
     limits = {"max_model_len": 256, "block_size": 32, "max_num_seqs": 4, "max_num_batched_tokens": 256}
     if planner == "off":  # else vLLM sizes the cache by the host's memory first
         limits["kv_cache_memory_bytes"] = 1 << 20
@@ -179,7 +180,7 @@ def test_ranks_that_cannot_share_the_experts_are_refused_before_anything_loads(s
 def test_a_seeded_request_answers_alike_whether_its_prompt_is_cut_or_not(start):
     """The V1 runner on the CPU dies of a seeded request whose prompt takes several sweeps."""
     seeded = Job([[5, 6, 7] * 60], {"temperature": 1.0, "seed": 11, "max_tokens": 12, "logprobs": None})
-    options = {"device_memory_mib": SMALL_DEVICE_MIB}
+    options = {"device_memory_mib": DEVICE_MIB_FOR_A_LONG_PROMPT}
     whole = start(options, jobs=[seeded], max_num_seqs=4, max_num_batched_tokens=256)
     cut = start(options, jobs=[seeded], max_num_seqs=4, max_num_batched_tokens=50)
     assert cut.token_ids == whole.token_ids

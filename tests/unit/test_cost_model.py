@@ -359,29 +359,6 @@ def test_tasks_add_up_to_the_sweep(on_gpu: bool, share: float) -> None:
 # Memory
 
 
-def test_memory_of_mixtral_on_an_l4_by_hand() -> None:
-    policy = HrmPolicy(64, 10, num_resident_layers=3, prefill_tokens_per_sweep=20_000)
-    peak = prefill_load(MTBENCH, policy)
-    need = gpu_memory(MIXTRAL, L4, MTBENCH, policy, peak)
-    layer = MIXTRAL.expert_layer_bytes
-    assert need.items["resident experts"] == 3 * layer
-    assert need.items["slots of streamed experts"] == 2 * layer
-    tokens = peak.prefill_tokens
-    assert tokens <= 20_000
-    assert need.items["hidden states"] == pytest.approx(tokens * 4096 * 2 * 2)
-    assert need.fits == (need.total_bytes <= 0.9 * L4.gpu.memory_bytes)
-    host = host_memory(MIXTRAL, L4, MTBENCH, policy, peak)
-    assert host.items["streamed experts"] == 29 * layer
-    assert host.items["KV cache"] == 640 * (77 + 128) * 131072
-
-
-def test_no_slots_are_needed_where_all_layers_are_resident() -> None:
-    policy = HrmPolicy(8, 2, num_resident_layers=32)
-    need = gpu_memory(MIXTRAL, preset_profile("h200"), MTBENCH, policy, decode_load(MTBENCH, policy))
-    assert need.items["slots of streamed experts"] == 0
-    assert need.fits
-
-
 @NO_DEADLINE
 @given(specs, profiles, workloads, policies())
 def test_memory_items_are_finite_and_not_negative(

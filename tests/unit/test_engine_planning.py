@@ -134,7 +134,7 @@ def test_the_model_s_own_max_model_len_is_lowered_where_host_memory_does_not_hol
         plan(replace(long, given=GivenLimits(max_model_len=2_000_000)))
 
 
-@pytest.mark.parametrize("options", [{"num_micro_batches": 5}, {"num_resident_layers": 0}, {"num_resident_layers": 2}])
+@pytest.mark.parametrize("options", [{"num_micro_batches": 5}, {"num_resident_layers": 0}, {"num_resident_layers": 1}])
 def test_given_parts_of_the_policy_are_kept(options: dict[str, int]) -> None:
     made = plan(request(**options))
     for name, value in options.items():
@@ -253,6 +253,14 @@ def test_a_job_is_predicted_with_prompts_in_the_place_of_the_plan() -> None:
     on_device = plan(emulated_request(schedule="s4"))
     assert on_device.prompts_on_device
     assert "prefill_attention" not in on_device.reasons
+
+
+def test_frames_for_prompts_contexts_are_planned_with_where_the_engine_makes_them() -> None:
+    def frame_bytes(**options: Any) -> float:
+        return planned(request(**options)).policy.gpu_memory.items["frames for prompts' contexts"]
+
+    assert frame_bytes() == 2 * 4096 * MIXTRAL.kv_bytes_per_token_layer
+    assert frame_bytes(prefill_context="cpu") == 0
 
 
 @pytest.mark.parametrize("context", ["auto", "cpu"])

@@ -6,8 +6,9 @@ Owns the metadata (plain rows in host memory, so that a step can be cut into mic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.platform import attention_backend
+from vllm_moe_lightning.integration.step_rows import copies_on_host
 from vllm_moe_lightning.kernels.attention import supported_head_dims
 from vllm_moe_lightning.kv_cache import PREFERRED_BLOCK_SIZE, HostKvCache
 from vllm_moe_lightning.kv_cache_type import QUANTISED_TYPES, row_bytes
@@ -38,14 +40,23 @@ KIND_BY_MODE = {name.upper(): kind for name, kind in QUANTISED_TYPES.items()}
 class HostAttentionMetadata:
     """The rows of a step, or of one micro-batch, for the layers of one KV cache group."""
 
-    rows: AttentionRows
+    find_rows: Callable[[], AttentionRows]
+    """Asked once, when they are needed: a step's may still be on their way from a GPU."""
     query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
     block_size: int
+
+    @cached_property
+    def rows(self) -> AttentionRows:
+        return self.find_rows()
+
+    @cached_property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Of a step's rows. New tokens included."""
+        return tuple(self.rows.seq_lens.tolist())
 
     @property
     def num_actual_tokens(self) -> int:
-        return self.rows.num_tokens
+        return sum(self.query_lens)
 
     def select(
         self, rows: Sequence[int], with_context: Sequence[int], on_device: Sequence[int], tokens: torch.Tensor
@@ -55,16 +66,12 @@ class HostAttentionMetadata:
         order = (*rows, *with_context, *on_device)
         parts = [sum(self.query_lens[row] for row in group) for group in (rows, with_context, on_device)]
         of_rows, of_context, of_prompts = tokens.split(parts)
-        return HostAttentionMetadata(
-            replace(
-                self._rows(rows, of_rows),
-                with_context=self._rows(with_context, of_context) if with_context else None,
-                on_device=self._rows(on_device, of_prompts) if on_device else None,
-            ),
-            tuple(self.query_lens[row] for row in order),
-            tuple(self.seq_lens[row] for row in order),
-            self.block_size,
+        selected = replace(
+            self._rows(rows, of_rows),
+            with_context=self._rows(with_context, of_context) if with_context else None,
+            on_device=self._rows(on_device, of_prompts) if on_device else None,
         )
+        return HostAttentionMetadata(lambda: selected, tuple(self.query_lens[row] for row in order), self.block_size)
 
     def _rows(self, rows: Sequence[int], tokens: torch.Tensor) -> AttentionRows:
         index = torch.tensor(rows, dtype=torch.int64)
@@ -83,7 +90,7 @@ def _starts(query_lens: Sequence[int]) -> torch.Tensor:
 
 
 class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadata]):
-    """Brings a step's rows to host memory: already there on the CPU build, one copy per step elsewhere."""
+    """Brings a step's rows to host memory (step_rows.py)."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -99,33 +106,24 @@ class HostAttentionMetadataBuilder(AttentionMetadataBuilder[HostAttentionMetadat
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].to(torch.int32, copy=True)
         query_lens = tuple((starts[1:] - starts[:-1]).tolist())
         num_columns = -(-common.max_seq_len // self._block_size)
-        seq_lens, block_table, slot_mapping = _copies_on_host(
-            common.seq_lens[: common.num_reqs],
-            common.block_table_tensor[: common.num_reqs, :num_columns],
-            common.slot_mapping[: int(starts[-1])],
+        copies = copies_on_host(
+            (
+                common.slot_mapping[: int(starts[-1])],
+                common.seq_lens[: common.num_reqs],
+                common.block_table_tensor[: common.num_reqs, :num_columns],
+            )
         )
-        seq_lens = seq_lens.to(torch.int32)
-        return HostAttentionMetadata(
-            AttentionRows(
+
+        def rows() -> AttentionRows:
+            slot_mapping, seq_lens, block_table = copies()
+            return AttentionRows(
                 block_table=block_table.to(torch.int32),
                 query_start=starts,
-                seq_lens=seq_lens,
-                slot_mapping=slot_mapping,
-            ),
-            query_lens,
-            tuple(seq_lens.tolist()),
-            self._block_size,
-        )
+                seq_lens=seq_lens.to(torch.int32),
+                slot_mapping=slot_mapping.to(torch.int64),
+            )
 
-
-def _copies_on_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """int64, and our own: the runner reuses its buffers for the next step, when ours may still be read. From a GPU in
-    one copy, which is all that a step waits for there."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [tensor.to(torch.int64, copy=True) for tensor in tensors]
-    packed = torch.cat([tensor.reshape(-1).to(torch.int64) for tensor in tensors]).cpu()
-    pieces = packed.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+        return HostAttentionMetadata(rows, query_lens, self._block_size)
 
 
 def _refuse_other_pages(spec: Any, layer_name: str) -> None:

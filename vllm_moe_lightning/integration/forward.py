@@ -17,7 +17,13 @@ from vllm.forward_context import create_forward_context, get_forward_context
 from vllm_moe_lightning.engine_plan import plan_of
 from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import HostAttentionMetadata
-from vllm_moe_lightning.pipeline.batching import MicroBatchSplitter, RowCosts, StepRows, micro_batch_count
+from vllm_moe_lightning.pipeline.batching import (
+    MicroBatchSplitter,
+    RowCosts,
+    StepRows,
+    micro_batch_count,
+    token_ranges,
+)
 from vllm_moe_lightning.pipeline.executor import MicroBatch, PipelineExecutor
 from vllm_moe_lightning.pipeline.expert_places import ALL_STREAMED, ExpertPlaces
 
@@ -80,8 +86,10 @@ class PipelinedForward:
         outer = get_forward_context()
         metadata = outer.attn_metadata
         is_dummy = not (isinstance(metadata, dict) and metadata)
-        is_whole = is_dummy or self._executor.policy.attention_on_device  # else the metadata is ours, and can be cut
-        shares = [_Share(None, outer, None)] if is_whole else self._split(outer, metadata, positions)
+        if self._executor.policy.attention_on_device:  # the metadata is not ours, and cannot be cut
+            shares = [_Share(None, outer, None)]
+        else:
+            shares = self._split_dummy(outer, positions) if is_dummy else self._split(outer, metadata)
 
         def body_of(share: _Share) -> Callable[[], torch.Tensor]:
             def body() -> torch.Tensor:
@@ -123,7 +131,7 @@ class PipelinedForward:
             hidden[share.tokens] = result
         return hidden
 
-    def _split(self, outer: Any, metadata: dict[str, HostAttentionMetadata], positions: torch.Tensor) -> list[_Share]:
+    def _split(self, outer: Any, metadata: dict[str, HostAttentionMetadata]) -> list[_Share]:
         first = next(iter(metadata.values()))
         counters = self._executor.counters
         occupied = [row for row, tokens in enumerate(first.query_lens) if tokens > 0]
@@ -146,18 +154,44 @@ class PipelinedForward:
             on_device = [row for row in rows if row in prompts]
             attended = [row for row in rows if row not in prompts and row not in context_rows]
             tokens = _tokens_of(first, attended + context_rows + on_device)
-            at_hand = _beside(positions, tokens)
+            at_hand = self._executor.device.to_device(tokens)
             selected = {k: entry.select(attended, context_rows, on_device, tokens) for k, entry in distinct.items()}
             by_layer = {name: selected[id(entry)] for name, entry in metadata.items()}
-            context = create_forward_context(
-                by_layer,
-                self._vllm_config,
-                dp_metadata=outer.dp_metadata,
-                slot_mapping={name: entry.rows.slot_mapping for name, entry in by_layer.items()},
-                additional_kwargs=outer.additional_kwargs,
-            )
+            slots = {name: entry.rows.slot_mapping for name, entry in by_layer.items()}
+            context = self._context_like(outer, by_layer, slots)
             shares.append(_Share(at_hand, context, next(iter(by_layer.values()))))
         return shares
+
+    def _split_dummy(self, outer: Any, positions: torch.Tensor) -> list[_Share]:
+        """vLLM tries at its start whether a step of the most tokens fits. No sweep computes that many at once: a
+        micro-batch is an equal share of them, or a prompt that has all of the sweep's prefill tokens, for which memory
+        is planned (memory_model.py)."""
+        num_tokens = positions.shape[-1]
+        longest_row = 1
+        if self._plan is not None:
+            prefill_tokens = self._plan.max_num_batched_tokens - self._plan.max_num_seqs
+            longest_row = max(1, min(prefill_tokens, self._vllm_config.model_config.max_model_len))
+        ranges = token_ranges(num_tokens, self._num_micro_batches(num_tokens), longest_row)
+        if len(ranges) == 1:
+            return [_Share(None, outer, None)]
+        return [
+            _Share(
+                self._executor.device.to_device(torch.arange(begin, end)),
+                self._context_like(outer, outer.attn_metadata, outer.slot_mapping),
+                None,
+            )
+            for begin, end in ranges
+        ]
+
+    def _context_like(self, outer: Any, attn_metadata: Any, slot_mapping: dict[str, torch.Tensor]) -> Any:
+        """One for each micro-batch: vLLM counts MoE layers in it as they run."""
+        return create_forward_context(
+            attn_metadata,
+            self._vllm_config,
+            dp_metadata=outer.dp_metadata,
+            slot_mapping=slot_mapping,
+            additional_kwargs=outer.additional_kwargs,
+        )
 
     def _prompts_for_the_device(self, metadata: HostAttentionMetadata, rows: list[int]) -> set[int]:
         """Rows without context: all that they attend to is computed in this very step."""
@@ -185,11 +219,6 @@ class PipelinedForward:
         plan, most = self._plan, self._executor.policy.num_micro_batches
         is_planned = plan is not None and plan.num_micro_batches == most
         return micro_batch_count(num_tokens, most, plan.micro_batch_size if plan and is_planned else None)
-
-
-def _beside(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """`index` where `tensor` lies; the host waits for no copy of it."""
-    return index if tensor.device.type == "cpu" else index.pin_memory().to(tensor.device, non_blocking=True)
 
 
 def _tokens_of(metadata: HostAttentionMetadata, rows: list[int]) -> torch.Tensor:

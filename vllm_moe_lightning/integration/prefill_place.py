@@ -5,25 +5,84 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from vllm.logger import init_logger
 
+from vllm_moe_lightning.attention_memory import CONTEXT_FRAME_BYTES, MIB
 from vllm_moe_lightning.config import MoeLightningConfig
+from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.engine_plan import plan_of
+from vllm_moe_lightning.integration.flash_attention import FlashPrefill, LayerShape, found_wrong
 from vllm_moe_lightning.integration.forward import ContextLimits
+from vllm_moe_lightning.integration.platform import is_cuda
+from vllm_moe_lightning.kernels.sdpa import FLASH_CAPABILITY, kernels_of
+from vllm_moe_lightning.kv_cache import kv_bytes_per_token
 from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
 from vllm_moe_lightning.prompt_place import least_query_tokens, wants_device
 
 logger = init_logger("vllm.vllm_moe_lightning.prefill_place")
 
 
-def prefill_of(options: MoeLightningConfig, device_kind: str, attention_layers: Sequence[Any]) -> DevicePrefill | None:
+def prefill_kernel(device: Device, attention_layers: Sequence[Any], vllm_config: Any) -> DevicePrefill:
+    """vLLM's FlashAttention where it is there and right, else torch's kernels; the log says which."""
+    plain, dtype = TorchPrefill(), vllm_config.model_config.dtype
+    if not is_cuda():
+        return plain
+    block_size = vllm_config.cache_config.block_size
+    impls = [layer.impl for layer in attention_layers]
+    shapes = {
+        (impl.num_heads, impl.num_kv_heads, impl.head_size, impl.options.sliding_window): LayerShape(
+            impl.num_heads, impl.num_kv_heads, impl.head_size, block_size, dtype, impl.options
+        )
+        for impl in impls
+        if plain.supports(impl.options)
+    }
+    if not shapes:
+        return plain
+    flash, reason = flash_attention_of(device, list(shapes.values()), plain)
+    if flash is not None:
+        logger.info("moe_lightning: prompts on the device are attended to by vLLM's FlashAttention %d", flash.version)
+        return flash
+    scores = any(kernels_of(device.torch_device, dtype, impl.head_size).writes_scores for impl in impls)
+    logger.warning(
+        "moe_lightning: prompts on the device are attended to by torch's kernels%s: %s",
+        ", and those that write every score to memory, which are several times slower" if scores else "",
+        reason,
+    )
+    return plain
+
+
+def flash_attention_of(
+    device: Device, shapes: Sequence[LayerShape], plain: DevicePrefill
+) -> tuple[FlashPrefill | None, str]:
+    """On CUDA; or why not."""
+    capability = torch.cuda.get_device_capability(device.torch_device)
+    if capability < FLASH_CAPABILITY:
+        return None, f"FlashAttention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if shapes[0].dtype not in (torch.float16, torch.bfloat16):
+        return None, f"FlashAttention knows 16-bit elements, not {shapes[0].dtype}"
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    version = get_flash_attn_version(head_size=max(shape.head_dim for shape in shapes))
+    if version is None:
+        return None, "this build of vLLM has no FlashAttention for this GPU"
+    # The fourth is compiled at its first call with each shape, which would be in the middle of serving.
+    flash = FlashPrefill(flash_attn_varlen_func, min(version, 3) if capability[0] == 9 else 2, device.to_device)
+    for shape in shapes:
+        if (fault := found_wrong(flash, plain, shape, device.to_device)) is not None:
+            return None, f"vLLM's FlashAttention {flash.version} is not used, since {fault}"
+    return flash, ""
+
+
+def prefill_of(
+    options: MoeLightningConfig, device_kind: str, attention_layers: Sequence[Any], kernel: DevicePrefill
+) -> DevicePrefill | None:
     """Attention of prompts without context on the device; None: the CPU's."""
     if not wants_device(options, is_emulated=device_kind == "emulated"):
         return None
-    prefill = TorchPrefill()
-    unfit = [layer.layer_name for layer in attention_layers if not prefill.supports(layer.impl.options)]
+    unfit = [layer.layer_name for layer in attention_layers if not kernel.supports(layer.impl.options)]
     if not unfit:
-        return prefill
+        return kernel
     logger.warning(
         "moe_lightning: prompts are attended to on the CPU, since attention on the device knows neither sinks nor a "
         "soft cap, which %d layers have (%s, ...)",
@@ -53,4 +112,15 @@ def context_limits_of(
                 "moe_lightning: prompts with context are attended to on the CPU: the device does not know %s", what
             )
             return None
-    return ContextLimits(least, -(-vllm_config.model_config.max_model_len // vllm_config.cache_config.block_size))
+    block_size, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
+    element_bytes = vllm_config.model_config.dtype.itemsize
+    token_bytes = max(kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes) for impl in impls)
+    num_blocks = min(-(-longest // block_size), CONTEXT_FRAME_BYTES // (token_bytes * block_size))
+    if num_blocks * block_size < longest:
+        logger.warning(
+            "moe_lightning: prompts are attended to on the CPU from %d tokens on, since their context takes more than "
+            "%d MiB of the device in each layer",
+            num_blocks * block_size + 1,
+            CONTEXT_FRAME_BYTES // MIB,
+        )
+    return ContextLimits(least, num_blocks)

@@ -17,7 +17,7 @@ from vllm_moe_lightning.errors import UnsupportedError
 from vllm_moe_lightning.integration.attention import HostAttentionImpl
 from vllm_moe_lightning.integration.cpu_experts import CpuExperts
 from vllm_moe_lightning.integration.fetched_experts import FetchedExpertPlaces
-from vllm_moe_lightning.integration.forward import ContextLimits, PipelinedForward
+from vllm_moe_lightning.integration.forward import PipelinedForward
 from vllm_moe_lightning.integration.offloader import (
     expert_buffers,
     expert_layers,
@@ -27,7 +27,7 @@ from vllm_moe_lightning.integration.offloader import (
 from vllm_moe_lightning.integration.peers import NodeRanks
 from vllm_moe_lightning.integration.plain_experts import put_kernel_in_place
 from vllm_moe_lightning.integration.platform import is_cuda
-from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_of
+from vllm_moe_lightning.integration.prefill_place import context_limits_of, prefill_kernel, prefill_of
 from vllm_moe_lightning.integration.thread_places import attention_threads, stream_cpus
 from vllm_moe_lightning.integration.trace_requests import TraceRequests
 from vllm_moe_lightning.integration.unstreamed_experts import prepare_modules
@@ -73,6 +73,7 @@ class Runtime:
         self._attention_layers: list[Any] = []
         self._paths: dict[str, AttentionPath] = {}
         self._reads_context = False
+        self._context_frames: ContextFrames | None = None
         self.executor: PipelineExecutor | None = None
         self._report: RunReport | None = None
         self._trace: TraceRing | None = None
@@ -176,9 +177,12 @@ class Runtime:
         if not self._attends_on_device:
             for layer in self._attention_layers:
                 layer.impl.bring_sinks_to_host()
-            prefill = prefill_of(self.options, self.device.kind, self._attention_layers)
+            kernel = prefill_kernel(self.device, self._attention_layers, self._vllm_config)
+            prefill = prefill_of(self.options, self.device.kind, self._attention_layers, kernel)
             context = context_limits_of(self.options, self.device.kind, self._attention_layers, self._vllm_config)
-            self._paths = self._host_attention_paths(prefill, context)
+            if context is not None:
+                self._context_frames = ContextFrames(self.device, self._cache_of, context.num_blocks, kernel)
+            self._paths = self._host_attention_paths(prefill)
             self._reads_context = context is not None or self.options.schedule == "s4"
         PipelinedForward(
             model,
@@ -213,9 +217,7 @@ class Runtime:
             logger.info("moe_lightning: experts on the CPU, by a sweep's tokens: %s", _told(table))
         return CpuExperts(self._running, modules, self._pool, most_tokens, table).places
 
-    def _host_attention_paths(
-        self, prefill: DevicePrefill | None, context: ContextLimits | None
-    ) -> dict[str, AttentionPath]:
+    def _host_attention_paths(self, prefill: DevicePrefill | None) -> dict[str, AttentionPath]:
         """By schedule."""
         for layer in self._attention_layers:
             layer.use_direct_call = True
@@ -231,7 +233,7 @@ class Runtime:
             bytes_per_token,
             attention_fault(self.options.debug),
             prefill,
-            None if context is None else ContextFrames(self.device, self._cache_of, context.num_blocks),
+            self._context_frames,
         )
         per_token = sum(
             kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes, impl.cache_kind)
@@ -268,6 +270,8 @@ class Runtime:
             for number, cache in enumerate(shared.values()):
                 whole = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
                 self.device.pin(whole, f"KV cache {number}")
+        if self._context_frames is not None:
+            self._context_frames.allocate()
         if self.device.poison:  # NaN bytes in every block, so that a read of a row nobody wrote shows
             for attention in self._attention_layers:
                 attention.kv_cache.view(torch.uint8).fill_(0xFF)

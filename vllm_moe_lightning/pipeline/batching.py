@@ -83,6 +83,12 @@ def micro_batch_count(num_tokens: int, most: int, planned_size: int | None) -> i
     return min(most, max(2, -(-num_tokens // planned_size)))
 
 
+def token_ranges(num_tokens: int, most: int, least_tokens: int) -> list[tuple[int, int]]:
+    """[begin, end) of `most` micro-batches of tokens without rows, of `least_tokens` each if there are as many."""
+    size = max(1, -(-num_tokens // most), least_tokens)
+    return [(begin, min(num_tokens, begin + size)) for begin in range(0, num_tokens, size)]
+
+
 def balanced_micro_batches(
     query_lens: Sequence[int], seq_lens: Sequence[int], num_micro_batches: int, costs: RowCosts | None = None
 ) -> list[list[int]]:

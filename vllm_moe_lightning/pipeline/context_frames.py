@@ -17,9 +17,15 @@ from vllm_moe_lightning.kernels import torch_attention
 from vllm_moe_lightning.kernels.torch_attention import PagedRows
 from vllm_moe_lightning.kv_cache import HostKvCache
 from vllm_moe_lightning.pipeline.attention import AttentionOptions, AttentionRows, attention_task
+from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
 from vllm_moe_lightning.pipeline.tasks import TaskKey
 
 NUM_FRAMES = 2  # one is read while the other is filled; more micro-batches make them smaller
+
+
+def are_in_host_memory(device: Device) -> bool:
+    """Frames, which the CPU's kernel then attends over."""
+    return device.torch_device.type == "cpu"
 
 
 @dataclass(frozen=True)
@@ -32,10 +38,11 @@ class _Context:
     loaded: tuple[tuple[int, int], ...]
     """[begin, end) of the frame positions that hold context, cut where the host's blocks are not adjacent."""
     on_gpu: PagedRows | None
-    """`in_frame` for torch's operations, where frames are no memory of the CPU's."""
+    """`in_frame` for torch's operations, where frames are on a GPU."""
 
     @classmethod
-    def of(cls, rows: AttentionRows, block_size: int, device: Device) -> _Context:
+    def of(cls, rows: AttentionRows, cache: HostKvCache, device: Device) -> _Context:
+        block_size = cache.block_size
         starts, seq_lens = rows.query_start.tolist(), rows.seq_lens.tolist()
         position_of: dict[int, int] = {}
         loaded: set[int] = set()
@@ -55,9 +62,10 @@ class _Context:
         in_frame = replace(rows, block_table=table, slot_mapping=torch.tensor(slots, dtype=torch.int64))
         host_blocks = tuple(position_of)
         on_gpu = None
-        if device.torch_device.type != "cpu":
+        if not are_in_host_memory(device):
+            key_bytes = cache.block_bytes // (cache.num_kv_heads * block_size)
             on_gpu = PagedRows.of(
-                table, rows.query_start, rows.seq_lens, in_frame.slot_mapping, block_size, device.to_device
+                table, rows.query_start, rows.seq_lens, in_frame.slot_mapping, block_size, key_bytes, device.to_device
             )
         return cls(rows, in_frame, host_blocks, tuple(_adjacent(sorted(loaded), host_blocks)), on_gpu)
 
@@ -75,11 +83,19 @@ def _adjacent(positions: Sequence[int], host_blocks: Sequence[int]) -> Iterator[
 
 
 class ContextFrames:
-    """Loads contexts and attends over them. `cache_of(layer)`: the layer's host cache. num_blocks: of a frame; None: as
-    many as a sweep needs."""
+    """Loads contexts and attends over them. `cache_of(layer)`: the layer's host cache. num_blocks: of a frame, which
+    `allocate` then makes at start; None: as many as a sweep needs, made when it comes. kernel: for frames on a GPU;
+    None: torch's."""
 
-    def __init__(self, device: Device, cache_of: Callable[[int], HostKvCache], num_blocks: int | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        cache_of: Callable[[int], HostKvCache],
+        num_blocks: int | None = None,
+        kernel: DevicePrefill | None = None,
+    ) -> None:
         self._device = device
+        self._kernel = kernel or TorchPrefill()
         self._cache_of = cache_of
         self._num_blocks = num_blocks
         self._contexts: dict[int, _Context] = {}
@@ -93,13 +109,20 @@ class ContextFrames:
         if not rows:
             return
         cache = self._cache_of(0)
-        self._contexts = {i: _Context.of(entry, cache.block_size, self._device) for i, entry in rows.items()}
-        needed = max(self._num_blocks or 0, *(len(context.host_blocks) for context in self._contexts.values()))
-        needed *= cache.block_bytes
-        if len(self._frames) < NUM_FRAMES or self._frames[0].tensor.numel() < needed:
+        self._contexts = {i: _Context.of(entry, cache, self._device) for i, entry in rows.items()}
+        self._ensure(max(len(context.host_blocks) for context in self._contexts.values()))
+
+    def allocate(self) -> None:
+        """Once there is a cache. In the middle of serving is no time to find that the device has no room."""
+        assert self._num_blocks is not None, "frames as large as a sweep needs"
+        self._ensure(self._num_blocks)
+
+    def _ensure(self, num_blocks: int) -> None:
+        num_bytes = max(num_blocks, self._num_blocks or 0) * self._cache_of(0).block_bytes
+        if len(self._frames) < NUM_FRAMES or self._frames[0].tensor.numel() < num_bytes:
             self.release()
             for index in range(NUM_FRAMES):  # one by one: the second may not fit, and the first is then given back
-                self._frames.append(self._device.allocate(needed, f"kv_frame[{index}]"))
+                self._frames.append(self._device.allocate(num_bytes, f"kv_frame[{index}]"))
 
     def release(self) -> None:
         """Gives the frames' memory back until the next sweep. The caller has waited for all that touches them."""
@@ -166,11 +189,7 @@ class ContextFrames:
             )
         blocks = memory.view(cache.blocks.dtype).view(-1, *cache.blocks.shape[1:])
         torch_attention.append(blocks, new_key, new_value, context.on_gpu)
-        output.copy_(
-            torch_attention.paged_attention(
-                query, blocks, context.on_gpu, scale=options.scale, sliding_window=options.sliding_window
-            )
-        )
+        self._kernel.with_context(query, blocks, context.on_gpu, output, options)
 
 
 def _place(key: TaskKey) -> tuple[int, int]:

@@ -1,7 +1,7 @@
-"""Attention of prompts on the device, from the keys and values just computed, without a cache.
+"""Attention of prompts on the device: without context from the keys and values just computed, with context over a frame
+that it was brought up to.
 
-For rows whose context is empty: all that they attend to is at hand. Their keys and values go to the host cache beside,
-for the steps to come.
+Their keys and values go to the host cache beside, for the steps to come.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from typing import Protocol
 
 import torch
 
+from vllm_moe_lightning.kernels.sdpa import attend_to_prompt
+from vllm_moe_lightning.kernels.torch_attention import PagedRows, paged_attention
 from vllm_moe_lightning.pipeline.attention import AttentionOptions
 
 
 class DevicePrefill(Protocol):
-    """Causal attention of whole prompts, one after the other in T tokens, enqueued on the compute stream."""
+    """Causal attention, enqueued on the compute stream. Called for whole prompts, one after the other in T tokens."""
 
     def supports(self, options: AttentionOptions) -> bool: ...
 
@@ -29,10 +31,18 @@ class DevicePrefill(Protocol):
         options: AttentionOptions,
     ) -> None: ...
 
+    def with_context(
+        self,
+        query: torch.Tensor,  # [T, num_heads, head_dim]
+        blocks: torch.Tensor,  # [num_blocks, num_kv_heads, 2 (K, V), block_size, head_dim], new tokens included
+        rows: PagedRows,
+        output: torch.Tensor,  # [T, num_heads, head_dim]
+        options: AttentionOptions,
+    ) -> None: ...
+
 
 class TorchPrefill:
-    """By torch's scaled_dot_product_attention, prompt by prompt: on CUDA its flash or memory-efficient kernels, which
-    every GPU that vLLM supports has one of."""
+    """By torch's scaled_dot_product_attention (kernels/sdpa.py)."""
 
     def supports(self, options: AttentionOptions) -> bool:
         return options.sinks is None and options.soft_cap == 0.0
@@ -48,25 +58,23 @@ class TorchPrefill:
     ) -> None:
         begin = 0
         for length in lengths:
-            end = begin + length
-            q, k, v = (tensor[begin:end].transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-            windowed = 0 < options.sliding_window < length
-            mask = _band(length, options.sliding_window, query.device) if windowed else None
-            attended = torch.nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                is_causal=mask is None,
+            prompt = slice(begin, begin + length)
+            attend_to_prompt(
+                query[prompt],
+                key[prompt],
+                value[prompt],
+                output[prompt],
                 scale=options.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
+                sliding_window=options.sliding_window,
             )
-            output[begin:end].copy_(attended.squeeze(0).transpose(0, 1))
-            begin = end
+            begin += length
 
-
-def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """bool [length, length]: a token sees itself and the window - 1 tokens before it."""
-    token = torch.arange(length, device=device)
-    distance = token[:, None] - token[None, :]
-    return (distance >= 0) & (distance < window)
+    def with_context(
+        self,
+        query: torch.Tensor,
+        blocks: torch.Tensor,
+        rows: PagedRows,
+        output: torch.Tensor,
+        options: AttentionOptions,
+    ) -> None:
+        paged_attention(query, blocks, rows, output, scale=options.scale, sliding_window=options.sliding_window)

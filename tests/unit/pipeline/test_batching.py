@@ -13,6 +13,7 @@ from vllm_moe_lightning.pipeline.batching import (
     StepRows,
     balanced_micro_batches,
     micro_batch_count,
+    token_ranges,
 )
 
 ROWS = st.lists(st.tuples(st.integers(1, 300), st.integers(0, 5000)), min_size=1, max_size=60).map(
@@ -203,3 +204,19 @@ def test_rows_that_share_nothing_are_spread_beside_those_that_do() -> None:
 def test_one_row_goes_on_filling_the_block_that_it_began() -> None:
     step = StepRows([10], [20], [(np.array([[0, 1]], dtype=np.int32), BLOCK)])
     assert MicroBatchSplitter(COSTS).split(step, 4) == ([[0]], frozenset())
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most", "least_tokens", "expected"),
+    [
+        (64, 3, 1, [(0, 22), (22, 44), (44, 64)]),
+        (64, 1, 1, [(0, 64)]),
+        (2, 4, 1, [(0, 1), (1, 2)]),
+        (64, 4, 30, [(0, 30), (30, 60), (60, 64)]),
+        (10, 4, 30, [(0, 10)]),
+    ],
+)
+def test_tokens_without_rows_are_cut_into_ranges_of_a_least_size(
+    num_tokens: int, most: int, least_tokens: int, expected: list[tuple[int, int]]
+) -> None:
+    assert token_ranges(num_tokens, most, least_tokens) == expected
