@@ -181,7 +181,9 @@ class DecoderEngine:
             attention_fault(options.debug),
             TorchPrefill() if self._prefills_on_device else None,
             # Of all blocks, so that they never grow while a copy into them is under way.
-            ContextFrames(device, self._cache_of, len(caches[0].blocks)) if self._brings_up_context else None,
+            ContextFrames(device, self._cache_of, len(caches[0].blocks) * caches[0].block_size)
+            if self._brings_up_context
+            else None,
         )
         self._cpu_path = CpuAttentionPath(host, self._cache_of)
         self._device_path = DeviceAttentionPath(host, device, self._cache_of)

@@ -70,7 +70,7 @@ def _activation_bytes(
     tokens = larger(peak.divided(policy.num_micro_batches).tokens, longest_row)
     attention_bytes = tokens * attention * width
     if policy.prompts_on_gpu or policy.context_query_tokens:
-        num_keys = larger(longest_row, _frame_tokens(spec, workload, policy))
+        num_keys = larger(longest_row, _frame_tokens(spec, profile, workload, policy))
         attention_bytes += _prompt_attention_bytes(spec, tokens, num_keys) * profile.gpu.num_gpus
     return larger(tokens * ffn * width, attention_bytes)
 
@@ -86,11 +86,13 @@ def _prompt_attention_bytes(spec: MoeModelSpec, num_queries: float, num_keys: fl
     return smaller(PROMPT_ATTENTION_BYTES, at_once) + num_queries * attention.out_elements_per_token * width
 
 
-def _frame_tokens(spec: MoeModelSpec, workload: Workload, policy: HrmPolicy) -> float:
-    """Of one frame for prompts' cached context (pipeline/context_frames), which is there from the start."""
+def _frame_tokens(spec: MoeModelSpec, profile: HardwareProfile, workload: Workload, policy: HrmPolicy) -> float:
+    """Of one frame for prompts' cached context (pipeline/context_frames), which is there from the start on each GPU."""
     if workload.buffers is None or policy.attention_on_gpu or not policy.context_query_tokens:
         return 0.0
-    return min(workload.buffers.longest_sequence, CONTEXT_FRAME_BYTES // spec.kv_bytes_per_token_layer)
+    return min(
+        workload.buffers.longest_sequence, CONTEXT_FRAME_BYTES * profile.gpu.num_gpus // spec.kv_bytes_per_token_layer
+    )
 
 
 def _staging_bytes(spec: MoeModelSpec, peak: SweepLoad) -> float:
@@ -130,7 +132,7 @@ def _gpu_items(
             "KV cache on the GPU": policy.kv_gpu_ratio * kv_bytes(spec, workload, policy),
             "KV frames": frames * (1.0 - policy.kv_gpu_ratio),
             "frames for prompts' contexts": NUM_SLOTS
-            * _frame_tokens(spec, workload, policy)
+            * _frame_tokens(spec, profile, workload, policy)
             * spec.kv_bytes_per_token_layer,
         }
     )

@@ -35,6 +35,7 @@ class VarlenAttention:
         window_size: list[int] | None = None,
         block_table: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        num_splits: int = 0,
         fa_version: int = 2,
     ) -> torch.Tensor:
         if self.refuses:
@@ -42,7 +43,7 @@ class VarlenAttention:
         assert out is not None
         assert window_size is not None
         assert causal
-        assert fa_version in (2, 3)
+        assert (fa_version, num_splits) == (2, 1)
         assert (cu_seqlens_k is None) != (seqused_k is None)
         assert (block_table is None) == (seqused_k is None)
         for tensor in (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table):

@@ -23,21 +23,24 @@ def layers(window: int = 0):
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "varlen", "version", "expected"),
+    ("capability", "dtype", "varlen", "is_there", "expected"),
     [
-        (TURING, torch.float16, VarlenAttention(), 2, "needs compute capability 8.0, this GPU has 7.5"),
-        (AMPERE, torch.float32, VarlenAttention(), 2, "16-bit elements, not torch.float32"),
-        (AMPERE, torch.float16, VarlenAttention(), None, "no FlashAttention for this GPU"),
-        (AMPERE, torch.float16, VarlenAttention(is_causal=False), 2, "FlashAttention 2 is not used, since"),
-        (AMPERE, torch.float16, VarlenAttention(refuses=True), 2, "this head size is not supported"),
-        (AMPERE, torch.bfloat16, VarlenAttention(), 2, 2),
-        (HOPPER, torch.bfloat16, VarlenAttention(), 3, 3),
-        (BLACKWELL, torch.bfloat16, VarlenAttention(), 4, 2),
+        (TURING, torch.float16, VarlenAttention(), True, "needs compute capability 8.0, this GPU has 7.5"),
+        (AMPERE, torch.float32, VarlenAttention(), True, "16-bit elements, not torch.float32"),
+        (AMPERE, torch.float16, VarlenAttention(), False, "no FlashAttention 2 for this GPU"),
+        (AMPERE, torch.float16, VarlenAttention(is_causal=False), True, "FlashAttention 2 is not used, since"),
+        (AMPERE, torch.float16, VarlenAttention(refuses=True), True, "this head size is not supported"),
+        (AMPERE, torch.bfloat16, VarlenAttention(), True, None),
+        (HOPPER, torch.bfloat16, VarlenAttention(), True, None),
+        (BLACKWELL, torch.bfloat16, VarlenAttention(), True, None),
     ],
 )
-def test_flash_attention_is_used_where_it_is_there_and_right(capability, dtype, varlen, version, expected, monkeypatch):
+def test_flash_attention_is_used_where_it_is_there_and_right(
+    capability, dtype, varlen, is_there, expected, monkeypatch
+):
     from vllm.v1.attention.backends import fa_utils
 
+    from vllm_moe_lightning.config import parse_options
     from vllm_moe_lightning.integration import prefill_place
     from vllm_moe_lightning.integration.flash_attention import FlashPrefill
     from vllm_moe_lightning.pipeline.device_prefill import TorchPrefill
@@ -49,22 +52,32 @@ def test_flash_attention_is_used_where_it_is_there_and_right(capability, dtype, 
     monkeypatch.setattr(prefill_place, "is_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", varlen, raising=False)
-    monkeypatch.setattr(fa_utils, "get_flash_attn_version", lambda head_size: version)
-    device = SimpleNamespace(torch_device=torch.device("cpu"), to_device=torch.clone)
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), cache_config=SimpleNamespace(block_size=16))
-    kernel = prefill_place.prefill_kernel(device, layers(), config)
+    monkeypatch.setattr(fa_utils, "is_fa_version_supported", lambda version: is_there and version == 2)
+    device = SimpleNamespace(torch_device=torch.device("cpu"), to_device=torch.clone, kind="cuda")
+    config = SimpleNamespace(
+        additional_config={},
+        model_config=SimpleNamespace(dtype=dtype),
+        cache_config=SimpleNamespace(block_size=16),
+    )
+    kernel = prefill_place.prefill_kernel(parse_options({}), device, layers(), config)
     (message,) = messages
-    if isinstance(expected, int):
+    if expected is None:
         assert isinstance(kernel, FlashPrefill)
-        assert message.endswith(f"FlashAttention {expected}")
+        assert message.endswith("FlashAttention 2")
     else:
         assert isinstance(kernel, TorchPrefill)
         assert expected in message
+    messages.clear()
+    of_no_use = parse_options({"prefill_attention": "cpu", "prefill_context": "cpu"})
+    assert isinstance(prefill_place.prefill_kernel(of_no_use, device, layers(), config), TorchPrefill)
+    assert not messages
 
 
-@pytest.mark.parametrize(("longest", "num_blocks"), [(4096, 256), (2_000_000, 65536)])
-def test_a_frame_holds_the_longest_sequence_as_far_as_it_may(longest, num_blocks, monkeypatch):
-    """256 bytes of keys and values per token, so that a frame holds 1M tokens at most."""
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize(("longest", "num_tokens"), [(4000, 4096), (2_000_000, 1 << 20)])
+def test_a_frame_holds_the_longest_sequence_as_far_as_it_may(longest, num_tokens, block_size, monkeypatch):
+    """256 bytes of keys and values per token, so that a frame holds 1M tokens at most; in whole blocks of the size that
+    vLLM has now, and of the one that it comes to after the model was loaded."""
     from vllm_moe_lightning.attention_memory import CONTEXT_FRAME_BYTES
     from vllm_moe_lightning.config import parse_options
     from vllm_moe_lightning.integration import prefill_place
@@ -76,8 +89,8 @@ def test_a_frame_holds_the_longest_sequence_as_far_as_it_may(longest, num_blocks
     config = SimpleNamespace(
         additional_config={},
         model_config=SimpleNamespace(dtype=torch.float16, max_model_len=longest),
-        cache_config=SimpleNamespace(block_size=16),
+        cache_config=SimpleNamespace(block_size=block_size),
     )
     limits = prefill_place.context_limits_of(parse_options({"prefill_context": "link"}), "cuda", found, config)
-    assert limits.num_blocks == min(num_blocks, CONTEXT_FRAME_BYTES // (16 * 256))
-    assert bool(messages) == (longest > limits.num_blocks * 16)
+    assert limits.num_tokens == min(num_tokens, CONTEXT_FRAME_BYTES // 256)
+    assert bool(messages) == (longest > limits.num_tokens)

@@ -214,7 +214,8 @@ def test_experts_without_a_kernel_here_are_refused_by_name_before_loading(form, 
 
 def test_our_own_cpu_kernel_for_experts_refuses_quantised_ones_before_loading(model):
     message = refusal(model("int4"), engine_args=BFLOAT16, preload=[OPEN], options={"experts": "cpu"})
-    assert "drop moe_lightning.experts" in message
+    assert "quantised experts with moe_lightning.experts 'cpu'" in message
+    assert "drop those options" in message
 
 
 def test_float32_is_refused_where_the_kernels_do_not_know_it(model):

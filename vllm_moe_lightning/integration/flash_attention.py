@@ -1,5 +1,6 @@
-"""vLLM's FlashAttention for prompts on the device: all of a micro-batch in one call, windows without masks, and context
-through a table of blocks.
+"""vLLM's FlashAttention 2 for prompts on the device: all of a micro-batch in one call, windows without masks, and
+context through a table of blocks. Not the third: on Hopper it reads whole pages, and what nobody wrote in them spoils
+the output if it is NaN; nor the fourth, which is compiled at its first call with each shape, in the middle of serving.
 
 Whether it is used is decided at start, by trying it against torch's kernels on the GPU at hand (`found_wrong`): its
 binaries differ between builds and chips, and a convention of its arguments that changed would give wrong tokens and
@@ -18,21 +19,20 @@ from vllm_moe_lightning.kernels.torch_attention import PagedRows
 from vllm_moe_lightning.pipeline.attention import AttentionOptions
 from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill
 
+FLASH_VERSION = 2
 REMEMBERED_STEPS = 64  # micro-batches whose lengths are on the device already
 PROMPTS = (1, 37, 300)  # tokens, of the trial
-CHUNKS = ((5, 133), (40, 40), (1, 600), (130, 450))  # new tokens, of so many in all
+# (new tokens, of so many in all); of one token each, kernels may take another way.
+CHUNKS = (((5, 133), (40, 40), (1, 600), (130, 450)), ((1, 30), (1, 300), (1, 77)))
 TRIAL_WINDOW = 24
 LARGEST_DIFFERENCE = 0.06  # of outputs of about 1, in bfloat16; a wrong mask makes it ten times as much
 
 
 class FlashPrefill:
-    """varlen: vLLM's flash_attn_varlen_func; version: 2 or 3; to_device: without a wait of the host."""
+    """varlen: vLLM's flash_attn_varlen_func; to_device: without a wait of the host."""
 
-    def __init__(
-        self, varlen: Callable[..., Any], version: int, to_device: Callable[[torch.Tensor], torch.Tensor]
-    ) -> None:
+    def __init__(self, varlen: Callable[..., Any], to_device: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._varlen = varlen
-        self.version = version
         self._to_device = to_device
         self._starts: dict[int, tuple[Sequence[int], torch.Tensor]] = {}
 
@@ -86,7 +86,15 @@ class FlashPrefill:
     def _run(self, options: AttentionOptions, **tensors: Any) -> None:
         # Keys before and behind that a query sees; -1: all, as far as `causal` lets it.
         window = [options.sliding_window - 1, 0] if options.sliding_window else [-1, -1]
-        self._varlen(**tensors, softmax_scale=options.scale, causal=True, window_size=window, fa_version=self.version)
+        # In one split: more take memory that nobody counts, and make the result depend on the batch.
+        self._varlen(
+            **tensors,
+            softmax_scale=options.scale,
+            causal=True,
+            window_size=window,
+            num_splits=1,
+            fa_version=FLASH_VERSION,
+        )
 
     def _starts_of(self, lengths: Sequence[int]) -> torch.Tensor:
         """int32 [prompts + 1]. Made once per step: every layer asks with the same list."""
@@ -118,61 +126,77 @@ def found_wrong(
     to_device: Callable[[torch.Tensor], torch.Tensor],
 ) -> str | None:
     """What `kernel` does wrong, by `known`, on small prompts and chunks; what nobody wrote in a block is NaN. A window
-    is taken to be smaller than these."""
-    options = replace(shape.options, sliding_window=min(shape.options.sliding_window, TRIAL_WINDOW))
-    shape = replace(shape, options=options)
-    try:
-        differences = (_of_prompts(kernel, known, shape, to_device), _of_chunks(kernel, known, shape, to_device))
-    except (RuntimeError, AssertionError) as error:  # refusals of kernels, and of vLLM around them
-        return f"it fails ({error})"
-    for difference, what in zip(differences, ("prompts", "prompts with context"), strict=True):
-        if not difference <= LARGEST_DIFFERENCE:  # NaN neither
-            return f"its outputs for {what} are off by {difference:.2g} from torch's"
+    is tried as one smaller than these, and as one that holds all: those may be two kernels."""
+    window = shape.options.sliding_window
+    for tried in (min(window, TRIAL_WINDOW), window) if window else (0,):
+        of_window = replace(shape, options=replace(shape.options, sliding_window=tried))
+        trials: list[_Prompts | _Chunks] = [_Prompts(of_window, to_device)]
+        trials += [_Chunks(of_window, chunks, to_device) for chunks in CHUNKS]
+        for trial in trials:
+            expected = trial.run(known)
+            try:
+                difference = float((trial.run(kernel).float() - expected.float()).abs().max())
+            except (RuntimeError, AssertionError, AttributeError) as error:  # of kernels, and of vLLM around them
+                return f"it fails ({error})"
+            if not difference <= LARGEST_DIFFERENCE:  # NaN neither
+                return f"its outputs for {trial.what} are off by {difference:.2g} from torch's"
     return None
 
 
-def _of_prompts(
-    kernel: DevicePrefill, known: DevicePrefill, shape: LayerShape, to_device: Callable[[torch.Tensor], torch.Tensor]
-) -> float:
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    packed = _random(sum(PROMPTS), heads + 2 * kv_heads, shape, to_device)
-    query, key, value = packed.split([heads, kv_heads, kv_heads], dim=1)  # views, as in a model
-    outputs = [torch.full_like(query, float("nan"), memory_format=torch.contiguous_format) for _ in range(2)]
-    for each, output in zip((kernel, known), outputs, strict=True):
-        each(query, key, value, output, PROMPTS, shape.options)
-    return _difference(*outputs)
+class _Prompts:
+    what = "prompts"
+
+    def __init__(self, shape: LayerShape, to_device: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        packed = _random(sum(PROMPTS), heads + 2 * kv_heads, shape, to_device)
+        # Views, as in a model.
+        self._query, self._key, self._value = packed.split([heads, kv_heads, kv_heads], dim=1)
+        self._options = shape.options
+
+    def run(self, kernel: DevicePrefill) -> torch.Tensor:
+        output = torch.full_like(self._query, float("nan"), memory_format=torch.contiguous_format)
+        kernel(self._query, self._key, self._value, output, PROMPTS, self._options)
+        return output
 
 
-def _of_chunks(
-    kernel: DevicePrefill, known: DevicePrefill, shape: LayerShape, to_device: Callable[[torch.Tensor], torch.Tensor]
-) -> float:
-    block_size = shape.block_size
-    blocks_of = [-(-length // block_size) for _, length in CHUNKS]
-    blocks = _random(sum(blocks_of) * block_size * 2, shape.num_kv_heads, shape, to_device)
-    blocks = blocks.view(sum(blocks_of), block_size, 2, shape.num_kv_heads, shape.head_dim).permute(0, 3, 2, 1, 4)
-    blocks = blocks.contiguous()
-    table = torch.zeros(len(CHUNKS), max(blocks_of), dtype=torch.int32)
-    first = 0
-    for row, (number, (_, length)) in enumerate(zip(blocks_of, CHUNKS, strict=True)):
-        table[row, :number] = torch.arange(first, first + number).flip(0)
-        if length % block_size:
-            blocks[int(table[row, number - 1]), :, :, length % block_size :] = float("nan")
-        first += number
-    new = [queries for queries, _ in CHUNKS]
-    rows = PagedRows.of(
-        table,
-        torch.tensor([0, *new], dtype=torch.int32).cumsum(0).to(torch.int32),
-        torch.tensor([length for _, length in CHUNKS], dtype=torch.int32),
-        torch.full((sum(new),), -1),
-        block_size,
-        2 * shape.head_dim * blocks.element_size(),
-        to_device,
-    )
-    query = _random(sum(new), shape.num_heads, shape, to_device)
-    outputs = [torch.full_like(query, float("nan")) for _ in range(2)]
-    for each, output in zip((kernel, known), outputs, strict=True):
-        each.with_context(query, blocks, rows, output, shape.options)
-    return _difference(*outputs)
+class _Chunks:
+    what = "prompts with context"
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        chunks: Sequence[tuple[int, int]],
+        to_device: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        block_size = shape.block_size
+        blocks_of = [-(-length // block_size) for _, length in chunks]
+        blocks = _random(sum(blocks_of) * block_size * 2, shape.num_kv_heads, shape, to_device)
+        blocks = blocks.view(sum(blocks_of), block_size, 2, shape.num_kv_heads, shape.head_dim).permute(0, 3, 2, 1, 4)
+        self._blocks = blocks.contiguous()
+        table = torch.zeros(len(chunks), max(blocks_of), dtype=torch.int32)
+        first = 0
+        for row, (number, (_, length)) in enumerate(zip(blocks_of, chunks, strict=True)):
+            table[row, :number] = torch.arange(first, first + number).flip(0)
+            if length % block_size:
+                self._blocks[int(table[row, number - 1]), :, :, length % block_size :] = float("nan")
+            first += number
+        new = [queries for queries, _ in chunks]
+        self._rows = PagedRows.of(
+            table,
+            torch.tensor([0, *new], dtype=torch.int32).cumsum(0).to(torch.int32),
+            torch.tensor([length for _, length in chunks], dtype=torch.int32),
+            torch.full((sum(new),), -1),
+            block_size,
+            2 * shape.head_dim * self._blocks.element_size(),
+            to_device,
+        )
+        self._query = _random(sum(new), shape.num_heads, shape, to_device)
+        self._options = shape.options
+
+    def run(self, kernel: DevicePrefill) -> torch.Tensor:
+        output = torch.full_like(self._query, float("nan"))
+        kernel.with_context(self._query, self._blocks, self._rows, output, self._options)
+        return output
 
 
 def _random(
@@ -180,7 +204,3 @@ def _random(
 ) -> torch.Tensor:
     generator = torch.Generator().manual_seed(num_rows)
     return to_device(torch.randn(num_rows, num_heads, shape.head_dim, generator=generator).to(shape.dtype))
-
-
-def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
-    return float((left.float() - right.float()).abs().max())

@@ -43,8 +43,8 @@ class ContextLimits:
 
     least_query_tokens: int
     """New tokens of a row from which on bringing its context up takes less time than attending on the CPU."""
-    num_blocks: int
-    """Of a frame."""
+    num_tokens: int
+    """Of a frame, in whole blocks."""
 
 
 class PipelinedForward:
@@ -209,7 +209,7 @@ class PipelinedForward:
             query, seq = metadata.query_lens[row], metadata.seq_lens[row]
             blocks = -(-seq // metadata.block_size)
             is_worth_it = limits.least_query_tokens <= query < seq and row not in at_once
-            if is_worth_it and num_blocks + blocks <= limits.num_blocks:
+            if is_worth_it and (num_blocks + blocks) * metadata.block_size <= limits.num_tokens:
                 chosen.append(row)
                 num_blocks += blocks
         return sorted(chosen)

@@ -12,21 +12,26 @@ from vllm_moe_lightning.attention_memory import CONTEXT_FRAME_BYTES, MIB
 from vllm_moe_lightning.config import MoeLightningConfig
 from vllm_moe_lightning.device.base import Device
 from vllm_moe_lightning.engine_plan import plan_of
-from vllm_moe_lightning.integration.flash_attention import FlashPrefill, LayerShape, found_wrong
+from vllm_moe_lightning.integration.flash_attention import FLASH_VERSION, FlashPrefill, LayerShape, found_wrong
 from vllm_moe_lightning.integration.forward import ContextLimits
 from vllm_moe_lightning.integration.platform import is_cuda
 from vllm_moe_lightning.kernels.sdpa import FLASH_CAPABILITY, kernels_of
-from vllm_moe_lightning.kv_cache import kv_bytes_per_token
+from vllm_moe_lightning.kv_cache import PREFERRED_BLOCK_SIZE, kv_bytes_per_token
 from vllm_moe_lightning.pipeline.device_prefill import DevicePrefill, TorchPrefill
 from vllm_moe_lightning.prompt_place import least_query_tokens, wants_device
 
 logger = init_logger("vllm.vllm_moe_lightning.prefill_place")
 
 
-def prefill_kernel(device: Device, attention_layers: Sequence[Any], vllm_config: Any) -> DevicePrefill:
-    """vLLM's FlashAttention where it is there and right, else torch's kernels; the log says which."""
+def prefill_kernel(
+    options: MoeLightningConfig, device: Device, attention_layers: Sequence[Any], vllm_config: Any
+) -> DevicePrefill:
+    """vLLM's FlashAttention where it is there and right, else torch's kernels; the log says which. Torch's where the
+    device attends to no prompts."""
     plain, dtype = TorchPrefill(), vllm_config.model_config.dtype
     if not is_cuda():
+        return plain
+    if not wants_device(options, is_emulated=False) and not _least_query_tokens(options, device.kind, vllm_config):
         return plain
     block_size = vllm_config.cache_config.block_size
     impls = [layer.impl for layer in attention_layers]
@@ -41,7 +46,7 @@ def prefill_kernel(device: Device, attention_layers: Sequence[Any], vllm_config:
         return plain
     flash, reason = flash_attention_of(device, list(shapes.values()), plain)
     if flash is not None:
-        logger.info("moe_lightning: prompts on the device are attended to by vLLM's FlashAttention %d", flash.version)
+        logger.info("moe_lightning: prompts on the device are attended to by vLLM's FlashAttention 2")
         return flash
     scores = any(kernels_of(device.torch_device, dtype, impl.head_size).writes_scores for impl in impls)
     logger.warning(
@@ -61,16 +66,14 @@ def flash_attention_of(
         return None, f"FlashAttention needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
     if shapes[0].dtype not in (torch.float16, torch.bfloat16):
         return None, f"FlashAttention knows 16-bit elements, not {shapes[0].dtype}"
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, is_fa_version_supported
 
-    version = get_flash_attn_version(head_size=max(shape.head_dim for shape in shapes))
-    if version is None:
-        return None, "this build of vLLM has no FlashAttention for this GPU"
-    # The fourth is compiled at its first call with each shape, which would be in the middle of serving.
-    flash = FlashPrefill(flash_attn_varlen_func, min(version, 3) if capability[0] == 9 else 2, device.to_device)
+    if not is_fa_version_supported(FLASH_VERSION):
+        return None, f"this build of vLLM has no FlashAttention {FLASH_VERSION} for this GPU"
+    flash = FlashPrefill(flash_attn_varlen_func, device.to_device)
     for shape in shapes:
         if (fault := found_wrong(flash, plain, shape, device.to_device)) is not None:
-            return None, f"vLLM's FlashAttention {flash.version} is not used, since {fault}"
+            return None, f"vLLM's FlashAttention {FLASH_VERSION} is not used, since {fault}"
     return flash, ""
 
 
@@ -96,9 +99,7 @@ def context_limits_of(
     options: MoeLightningConfig, device_kind: str, attention_layers: Sequence[Any], vllm_config: Any
 ) -> ContextLimits | None:
     """For prompts with context; None: the CPU's."""
-    plan = plan_of(vllm_config)
-    planned = plan.context_query_tokens if plan is not None else 0
-    least = least_query_tokens(options, planned, is_emulated=device_kind == "emulated")
+    least = _least_query_tokens(options, device_kind, vllm_config)
     if not least:
         return None
     impls = [layer.impl for layer in attention_layers]
@@ -112,15 +113,24 @@ def context_limits_of(
                 "moe_lightning: prompts with context are attended to on the CPU: the device does not know %s", what
             )
             return None
-    block_size, longest = vllm_config.cache_config.block_size, vllm_config.model_config.max_model_len
+    longest = vllm_config.model_config.max_model_len
     element_bytes = vllm_config.model_config.dtype.itemsize
     token_bytes = max(kv_bytes_per_token(1, impl.num_kv_heads, impl.head_size, element_bytes) for impl in impls)
-    num_blocks = min(-(-longest // block_size), CONTEXT_FRAME_BYTES // (token_bytes * block_size))
-    if num_blocks * block_size < longest:
+    # vLLM may come to the size of a block that our backend prefers only after the model is loaded.
+    block_size = max(vllm_config.cache_config.block_size, PREFERRED_BLOCK_SIZE)
+    num_tokens = min(-(-longest // block_size), CONTEXT_FRAME_BYTES // token_bytes // block_size) * block_size
+    if num_tokens < longest:
         logger.warning(
             "moe_lightning: prompts are attended to on the CPU from %d tokens on, since their context takes more than "
             "%d MiB of the device in each layer",
-            num_blocks * block_size + 1,
+            num_tokens + 1,
             CONTEXT_FRAME_BYTES // MIB,
         )
-    return ContextLimits(least, num_blocks)
+    return ContextLimits(least, num_tokens)
+
+
+def _least_query_tokens(options: MoeLightningConfig, device_kind: str, vllm_config: Any) -> int:
+    """Of a row whose context comes up to the device; 0: of none."""
+    plan = plan_of(vllm_config)
+    planned = plan.context_query_tokens if plan is not None else 0
+    return least_query_tokens(options, planned, is_emulated=device_kind == "emulated")

@@ -177,11 +177,11 @@ class Runtime:
         if not self._attends_on_device:
             for layer in self._attention_layers:
                 layer.impl.bring_sinks_to_host()
-            kernel = prefill_kernel(self.device, self._attention_layers, self._vllm_config)
+            kernel = prefill_kernel(self.options, self.device, self._attention_layers, self._vllm_config)
             prefill = prefill_of(self.options, self.device.kind, self._attention_layers, kernel)
             context = context_limits_of(self.options, self.device.kind, self._attention_layers, self._vllm_config)
             if context is not None:
-                self._context_frames = ContextFrames(self.device, self._cache_of, context.num_blocks, kernel)
+                self._context_frames = ContextFrames(self.device, self._cache_of, context.num_tokens, kernel)
             self._paths = self._host_attention_paths(prefill)
             self._reads_context = context is not None or self.options.schedule == "s4"
         PipelinedForward(

@@ -20,7 +20,7 @@ def bring_down(packed: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
     behind the runner's kernels that write it."""
     landing = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
     landing.copy_(packed, non_blocking=True)
-    arrived = torch.cuda.Event()
+    arrived = torch.cuda.Event(blocking=True)  # sleeps: the core is the attention threads'
     arrived.record()
     return landing, arrived.synchronize
 

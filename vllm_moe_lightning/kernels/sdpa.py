@@ -73,7 +73,7 @@ class QueryStarts:
 
 def attend(
     query: torch.Tensor,  # [S, L, Hk, G, D]
-    key: torch.Tensor,  # [S, Hk, C, D], at positions from first_key on; finite, seen or not
+    key: torch.Tensor,  # [S, Hk, C, D], at positions from first_key on; of ordinary size, seen or not
     value: torch.Tensor,  # [S, Hk, C, D]; likewise
     output: torch.Tensor,  # [S, L, Hk, G, D]
     starts: QueryStarts,
@@ -85,7 +85,7 @@ def attend(
     """Causal attention, by queries and the keys that one of them sees."""
     num_seqs, num_queries, num_kv_heads, group, head_dim = query.shape
     kernels = kernels_of(query.device, query.dtype, head_dim)
-    step = _queries_of_slice(query, key.shape[2], sliding_window, writes_scores=kernels.writes_scores)
+    step = _queries_of_slice(query, key.shape[2], starts, sliding_window, writes_scores=kernels.writes_scores)
     for begin, end in _slices(num_queries, step):
         last = min(key.shape[2], starts.highest + end - first_key)
         first = max(0, starts.lowest + begin - first_key - sliding_window + 1) if sliding_window else 0
@@ -126,12 +126,14 @@ def attend_to_prompt(
     output.copy_(attended.squeeze(0).transpose(0, 1))
 
 
-def _queries_of_slice(query: torch.Tensor, num_keys: int, sliding_window: int, *, writes_scores: bool) -> int:
+def _queries_of_slice(
+    query: torch.Tensor, num_keys: int, starts: QueryStarts, sliding_window: int, *, writes_scores: bool
+) -> int:
     num_seqs, num_queries, num_kv_heads, group, head_dim = query.shape
     most = num_queries
     if sliding_window:
         most = min(most, max(sliding_window, LEAST_WINDOWED_QUERIES))
-        num_keys = min(num_keys, most + sliding_window)
+        num_keys = min(num_keys, most + sliding_window + starts.highest - starts.lowest)
     width = query.element_size()
     pair_bytes = group * (mask_bytes_per_pair(width) + (SCORE_BYTES * num_kv_heads if writes_scores else 0))
     query_bytes = QUERY_COPIES * num_kv_heads * group * head_dim * width

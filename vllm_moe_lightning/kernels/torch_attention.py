@@ -156,8 +156,8 @@ def paged_attention(
 
 
 def _gathered(half: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """[S, Hk, blocks * B, D] of [N, Hk, B, D], in one copy. What no query sees may be NaN (poison): its weight is
-    zero, and zero times NaN is not."""
+    """[S, Hk, blocks * B, D] of [N, Hk, B, D], in one copy. What no query sees may be NaN or infinite (poison): its
+    weight is zero, and zero times those is not."""
     num_seqs, (_, heads, _, head_dim) = table.shape[0], half.shape
-    copied = half.transpose(0, 1).index_select(1, table.reshape(-1)).nan_to_num_()
+    copied = half.transpose(0, 1).index_select(1, table.reshape(-1)).nan_to_num_(0.0, 0.0, 0.0)
     return copied.view(heads, num_seqs, -1, head_dim).transpose(0, 1)

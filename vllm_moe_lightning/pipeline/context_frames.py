@@ -83,21 +83,21 @@ def _adjacent(positions: Sequence[int], host_blocks: Sequence[int]) -> Iterator[
 
 
 class ContextFrames:
-    """Loads contexts and attends over them. `cache_of(layer)`: the layer's host cache. num_blocks: of a frame, which
-    `allocate` then makes at start; None: as many as a sweep needs, made when it comes. kernel: for frames on a GPU;
-    None: torch's."""
+    """Loads contexts and attends over them. `cache_of(layer)`: the layer's host cache. num_tokens: of a frame, in whole
+    blocks, which `allocate` then makes at start; None: as many as a sweep needs, made when it comes. kernel: for frames
+    on a GPU; None: torch's."""
 
     def __init__(
         self,
         device: Device,
         cache_of: Callable[[int], HostKvCache],
-        num_blocks: int | None = None,
+        num_tokens: int | None = None,
         kernel: DevicePrefill | None = None,
     ) -> None:
         self._device = device
         self._kernel = kernel or TorchPrefill()
         self._cache_of = cache_of
-        self._num_blocks = num_blocks
+        self._num_tokens = num_tokens
         self._contexts: dict[int, _Context] = {}
         self._frames: list[Buffer] = []
         self._frame_of: dict[tuple[int, int], Buffer] = {}
@@ -114,15 +114,27 @@ class ContextFrames:
 
     def allocate(self) -> None:
         """Once there is a cache. In the middle of serving is no time to find that the device has no room."""
-        assert self._num_blocks is not None, "frames as large as a sweep needs"
-        self._ensure(self._num_blocks)
+        assert self._num_tokens is not None, "frames as large as a sweep needs"
+        self._ensure(0)
 
     def _ensure(self, num_blocks: int) -> None:
-        num_bytes = max(num_blocks, self._num_blocks or 0) * self._cache_of(0).block_bytes
+        cache = self._cache_of(0)
+        num_bytes = max(num_blocks, (self._num_tokens or 0) // cache.block_size) * cache.block_bytes
         if len(self._frames) < NUM_FRAMES or self._frames[0].tensor.numel() < num_bytes:
             self.release()
             for index in range(NUM_FRAMES):  # one by one: the second may not fit, and the first is then given back
                 self._frames.append(self._device.allocate(num_bytes, f"kv_frame[{index}]"))
+            self._clear()
+
+    def _clear(self) -> None:
+        """What was never loaded into a block's rest is multiplied by zero, which only ordinary numbers survive."""
+        if self._device.poison:
+            return
+        names = [frame.name for frame in self._frames]
+        with self._device.compute.span("clear of the frames", reads=(), writes=names):
+            for frame in self._frames:
+                frame.tensor.zero_()
+        self._device.h2d.wait_event(self._device.compute.record_event())
 
     def release(self) -> None:
         """Gives the frames' memory back until the next sweep. The caller has waited for all that touches them."""

@@ -22,7 +22,7 @@ def shape(options: AttentionOptions = WINDOWED, heads: int = 6, dtype: torch.dty
 
 
 def fault(varlen: Callable[..., torch.Tensor], of: LayerShape) -> str | None:
-    return found_wrong(FlashPrefill(varlen, 2, torch.clone), TorchPrefill(), of, torch.clone)
+    return found_wrong(FlashPrefill(varlen, torch.clone), TorchPrefill(), of, torch.clone)
 
 
 @pytest.mark.parametrize("options", [FULL, WINDOWED, AttentionOptions(0.2, sliding_window=1)])
@@ -61,7 +61,7 @@ def test_the_lengths_of_a_step_go_to_the_device_once_for_all_layers() -> None:
         copies += 1
         return tensor.clone()
 
-    flash = FlashPrefill(VarlenAttention(), 2, to_device)
+    flash = FlashPrefill(VarlenAttention(), to_device)
     query, key, value = torch.randn(3, 5, 2, 32).unbind()
     first, second = [2, 3], [1, 4]
     for _ in range(3):

@@ -216,3 +216,32 @@ def test_keys_are_copied_from_the_cache_a_few_heads_and_rows_at_a_time(
     assert max(copied) <= KEY_BYTES
     assert sum(copied) < 2 * 32768 * 2 * heads * head_dim * 2 * 3
     assert len(paged.batches) <= 4
+
+
+def test_a_window_over_rows_that_start_far_apart_keeps_the_bound(gpu: Callable[..., Gpu]) -> None:
+    used = gpu(TURING, takes_masks=True, is_run=False)
+    context, length, window, group, head_dim = 32_768, 512, 4096, 4, 64
+    query = torch.empty(2, length, 1, group, head_dim, dtype=torch.float16)
+    key, value = torch.empty(2, 2, 1, context, head_dim, dtype=torch.float16).unbind()
+    starts = sdpa.QueryStarts(torch.tensor([100, 30_000]), 100, 30_000)
+    sdpa.attend(query, key, value, torch.empty_like(query), starts, scale=1.0, sliding_window=window)
+    assert all(call.mask_pairs * mask_bytes_per_pair(2) <= MASK_BYTES for call in used.calls)
+
+
+@pytest.mark.parametrize("rest", [float("nan"), float("inf"), float("-inf")])
+def test_what_nobody_wrote_in_a_block_spoils_nothing(rest: float) -> None:
+    block_size, head_dim = 16, 32
+    blocks = torch.randn(2, 1, 2, block_size, head_dim, generator=torch.Generator().manual_seed(0))
+    blocks[1, :, :, 4:] = rest
+    rows = PagedRows.of(
+        torch.tensor([[0, 1]], dtype=torch.int32),
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.tensor([20], dtype=torch.int32),
+        torch.full((2,), -1),
+        block_size,
+        2 * head_dim * 4,
+        torch.clone,
+    )
+    output = torch.empty(2, 1, head_dim)
+    torch_attention.paged_attention(torch.ones(2, 1, head_dim), blocks, rows, output, scale=0.1)
+    assert output.isfinite().all()

@@ -24,7 +24,7 @@ FRAME_BYTES = NUM_BLOCKS * CACHE.block_bytes
 def frames_on(budget_bytes: int) -> Iterator[tuple[EmulatedDevice, ContextFrames]]:
     device = EmulatedDevice(budget_bytes)
     try:
-        yield device, ContextFrames(device, lambda layer: CACHE, NUM_BLOCKS)
+        yield device, ContextFrames(device, lambda layer: CACHE, NUM_BLOCKS * BLOCK_SIZE)
     finally:
         device.close()
 
@@ -52,3 +52,9 @@ def test_no_sweep_makes_a_frame_once_they_were_made() -> None:
 def test_a_device_without_room_for_the_frames_fails_at_start() -> None:
     with frames_on(NUM_FRAMES * FRAME_BYTES - 1) as (_, frames), pytest.raises(DeviceMemoryError, match="kv_frame"):
         frames.allocate()
+
+
+def test_a_frame_holds_ordinary_numbers_from_the_start() -> None:
+    with frames_on(NUM_FRAMES * FRAME_BYTES) as (device, frames):
+        frames.allocate()
+        assert all(not device._frames[f"kv_frame[{index}]"].any() for index in range(NUM_FRAMES))
