@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,14 @@ STOCK_PRELOAD = {"dbrx": ["vllm_moe_lightning.integration.dbrx:apply"]}
 
 def _key(*parts: Any) -> str:
     return json.dumps(parts, sort_keys=True, default=str)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def young_heap() -> None:
+    """What earlier modules left behind (imports, reports) is not walked again by each collection: by the end of the
+    suite that takes longer than many a test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
