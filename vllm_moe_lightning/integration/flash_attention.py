@@ -36,9 +36,6 @@ class FlashPrefill:
         self._to_device = to_device
         self._starts: dict[int, tuple[Sequence[int], torch.Tensor]] = {}
 
-    def supports(self, options: AttentionOptions) -> bool:
-        return options.sinks is None and options.soft_cap == 0.0
-
     def __call__(
         self,
         query: torch.Tensor,

@@ -40,7 +40,7 @@ def prefill_kernel(
             impl.num_heads, impl.num_kv_heads, impl.head_size, block_size, dtype, impl.options
         )
         for impl in impls
-        if plain.supports(impl.options)
+        if impl.options.is_plain
     }
     if not shapes:
         return plain
@@ -83,7 +83,7 @@ def prefill_of(
     """Attention of prompts without context on the device; None: the CPU's."""
     if not wants_device(options, is_emulated=device_kind == "emulated"):
         return None
-    unfit = [layer.layer_name for layer in attention_layers if not kernel.supports(layer.impl.options)]
+    unfit = [layer.layer_name for layer in attention_layers if not layer.impl.options.is_plain]
     if not unfit:
         return kernel
     logger.warning(
@@ -105,7 +105,7 @@ def context_limits_of(
     impls = [layer.impl for layer in attention_layers]
     for is_so, what in (
         (any(impl.cache_kind is not None for impl in impls), "quantised caches"),
-        (not all(TorchPrefill().supports(impl.options) for impl in impls), "sinks or soft caps"),
+        (not all(impl.options.is_plain for impl in impls), "sinks or soft caps"),
         (len({impl.sliding_window for impl in impls}) > 1, "several kinds of KV cache"),
     ):
         if is_so:

@@ -54,6 +54,11 @@ class AttentionOptions:
     soft_cap: float = 0.0  # 0: none
     sinks: torch.Tensor | None = None  # float32 [num_heads], in host memory
 
+    @property
+    def is_plain(self) -> bool:
+        """Without sinks and soft cap, which the kernels on the device do not know."""
+        return self.sinks is None and self.soft_cap == 0.0
+
 
 @dataclass(frozen=True)
 class AttentionRequest:

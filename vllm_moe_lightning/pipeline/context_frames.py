@@ -194,7 +194,7 @@ class ContextFrames:
                 output=output,
             ).run()
             return
-        if cache.kind is not None or options.soft_cap or options.sinks is not None:
+        if cache.kind is not None or not options.is_plain:
             raise UnsupportedError(
                 "the GPU attends over context from the host without quantised caches, soft caps or sinks; use "
                 "schedule cgopipe and moe_lightning.prefill_context 'cpu'"

@@ -19,8 +19,6 @@ from vllm_moe_lightning.pipeline.attention import AttentionOptions
 class DevicePrefill(Protocol):
     """Causal attention, enqueued on the compute stream. Called for whole prompts, one after the other in T tokens."""
 
-    def supports(self, options: AttentionOptions) -> bool: ...
-
     def __call__(
         self,
         query: torch.Tensor,  # [T, num_heads, head_dim]
@@ -43,9 +41,6 @@ class DevicePrefill(Protocol):
 
 class TorchPrefill:
     """By torch's scaled_dot_product_attention (kernels/sdpa.py)."""
-
-    def supports(self, options: AttentionOptions) -> bool:
-        return options.sinks is None and options.soft_cap == 0.0
 
     def __call__(
         self,
